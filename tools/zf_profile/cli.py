@@ -1,0 +1,132 @@
+"""Entry point of ``zf-profile``: the parser, and what every command shares.
+
+A command is a module with ``SUMMARY``, ``DESCRIPTION``, ``EXAMPLES``, ``add_arguments(parser)`` and
+``run(args) -> int``.  Modules import torch, rich and zf_cute inside ``run``, so that ``--help`` is
+quick and ``layout`` works where torch is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import NoReturn
+
+from zf_cute.errors import ZfError
+from zf_profile import console, demo, doctor, layout, ratio
+from zf_profile.console import Exit, UserError
+
+COMMANDS = {"demo": demo, "ratio": ratio, "layout": layout, "doctor": doctor}
+
+DESCRIPTION = """\
+See where the bytes of a losslessly compressed KV cache go.
+
+Results go to stdout, progress and notes to stderr.  Exit codes: 0 done, 1 the answer is no,
+2 usage or bad input, 3 no usable GPU, 4 profiler missing, 5 compile or launch failed,
+130 interrupted."""
+
+EXAMPLES = """\
+examples:
+  zf-profile demo                      the whole path on real keys and values, no GPU needed
+  zf-profile ratio kv.safetensors      what your own KV cache would save
+  zf-profile layout k --lane 5         who holds what
+  zf-profile doctor                    what can run here, and what is missing"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Argument parser that names the nearest known word for an unknown one."""
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            hint = console.did_you_mean(str(value), known)
+            raise argparse.ArgumentError(
+                action, f"invalid choice {value!r}{hint} (choose from {', '.join(known)})"
+            )
+
+    def error(self, message: str) -> NoReturn:
+        """Print one message and leave with exit code 2; name the nearest option for a typo."""
+        prefix = "unrecognized arguments: "
+        if message.startswith(prefix):
+            options = [o for action in self._actions for o in action.option_strings]
+            word = message[len(prefix) :].split()[0].split("=")[0]
+            message += console.did_you_mean(word, options)
+        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        print(f"try '{self.prog} --help'", file=sys.stderr)
+        raise SystemExit(Exit.USAGE)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("zf_cute")
+    except metadata.PackageNotFoundError:
+        return "from a checkout that is not installed"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the whole tool."""
+    top = _Parser(
+        prog="zf-profile",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="store_true", help="print the version and leave")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    for name, module in COMMANDS.items():
+        sub = commands.add_parser(
+            name,
+            help=module.SUMMARY,
+            description=module.DESCRIPTION,
+            epilog=module.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add_arguments(sub)
+        sub.add_argument(
+            "--no-color",
+            dest="color",
+            action="store_false",
+            help="plain text (also with the environment variable NO_COLOR)",
+        )
+        sub.set_defaults(parser=sub)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``zf-profile``; returns the exit code.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        Arguments without the program's name; those of the process by default.
+    """
+    top = parser()
+    args, unknown = top.parse_known_args(argv)
+    if args.version:
+        print(f"zf-profile {_version()}")
+        return Exit.DONE
+    if args.command is None:
+        top.print_help(sys.stderr)
+        return Exit.USAGE
+    if unknown:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    try:
+        console.check_json_target(args)
+        return int(COMMANDS[args.command].run(args))
+    except (UserError, ZfError) as error:
+        print(f"zf-profile {args.command}: error: {error}", file=sys.stderr)
+        return error.code if isinstance(error, UserError) else Exit.USAGE
+    except KeyboardInterrupt:
+        print("zf-profile: interrupted", file=sys.stderr)
+        return Exit.INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our stdout has left (`| head`).  Nothing more can be said on it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Exit.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

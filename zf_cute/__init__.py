@@ -1,0 +1,61 @@
+"""Decode attention over a losslessly compressed BF16 KV cache.
+
+Names load on first use: ``import zf_cute`` imports neither torch nor cutlass and touches no GPU.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zf_cute.attention import BatchAttention
+    from zf_cute.config import KVShape
+    from zf_cute.errors import (
+        ArgumentError,
+        FormatError,
+        PageStateError,
+        UnsupportedError,
+        ZfError,
+    )
+    from zf_cute.merge import merge_states
+    from zf_cute.pages import LayerPages
+    from zf_cute.store import PageStore
+
+_HOMES = {
+    "ArgumentError": "zf_cute.errors",
+    "BatchAttention": "zf_cute.attention",
+    "FormatError": "zf_cute.errors",
+    "KVShape": "zf_cute.config",
+    "LayerPages": "zf_cute.pages",
+    "PageStateError": "zf_cute.errors",
+    "PageStore": "zf_cute.store",
+    "UnsupportedError": "zf_cute.errors",
+    "ZfError": "zf_cute.errors",
+    "merge_states": "zf_cute.merge",
+}
+
+__all__ = [
+    "ArgumentError",
+    "BatchAttention",
+    "FormatError",
+    "KVShape",
+    "LayerPages",
+    "PageStateError",
+    "PageStore",
+    "UnsupportedError",
+    "ZfError",
+    "merge_states",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its home."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'zf_cute' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names, loaded or not."""
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""Where zf_cute meets other libraries.  Each module imports its library only when called."""

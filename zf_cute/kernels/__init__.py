@@ -1,0 +1,1 @@
+"""Device code: what runs inside a kernel.  Nothing here imports torch."""

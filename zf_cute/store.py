@@ -1,0 +1,367 @@
+"""PageStore: the byte pool of a KV cache, and what is done to its pages.
+
+Every (layer, page) has a home of `PageLayout.page_stride` bytes, enough for it raw.  A page starts
+raw; `append` writes tokens straight to where attention reads them; `seal` encodes a full page in
+place, and `clear` makes it raw and empty again.  A page id means the same tokens in every layer.
+
+Operations check everything before they write anything: a call that raises has changed nothing.
+The reference backend reads counts and flags on the host to do so, so it waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from zf_cute import reference
+from zf_cute.config import KVShape
+from zf_cute.errors import ArgumentError, PageStateError, UnsupportedError
+from zf_cute.pages import LayerPages
+from zf_layouts import PARTS
+from zf_layouts.page import SPAN_ALIGNMENT
+
+PageIds: TypeAlias = "Tensor | Iterable[int] | int"
+"""Page ids: an integer tensor on any device, an iterable of ints, or one int."""
+
+_CHUNK_VALUES = 1 << 23
+"""Values sealed at a time: bounds the working memory to about 200 MB."""
+
+
+class PageStore:
+    """The pages of all layers, raw and sealed, in one pool of bytes.
+
+    Parameters
+    ----------
+    shape : KVShape
+        The model's attention shape and the page layout.
+    num_pages : int
+        Page ids run from 0 to num_pages - 1 in every layer.
+    device : str or torch.device
+        Where the pool lies: "cpu" (default) or a CUDA device.
+
+    Attributes
+    ----------
+    pool : Tensor
+        [num_layers * num_pages * page_stride] uint8.
+    places : Tensor
+        [num_layers, num_pages, spans, 2] int32 (read as u32): start of each span in units of 128
+        bytes from the pool's first byte, and its length in bytes.
+
+    Raises
+    ------
+    UnsupportedError
+        For a number of pages below 1 or a pool past the 512 GiB that places reach.
+    """
+
+    def __init__(
+        self, shape: KVShape, num_pages: int, *, device: str | torch.device = "cpu"
+    ) -> None:
+        """Allocate the pool and write the metadata of empty raw pages."""
+        if isinstance(num_pages, bool) or not isinstance(num_pages, int) or num_pages < 1:
+            raise UnsupportedError(f"num_pages={num_pages!r} must be an int of at least 1")
+        layout = shape.layout
+        homes = shape.num_layers * num_pages * layout.spans
+        if homes * layout.span_stride > SPAN_ALIGNMENT << 32:
+            raise UnsupportedError(
+                f"num_pages={num_pages} of {shape.num_layers} layers take "
+                f"{homes * layout.span_stride >> 30} GiB; places reach 512 GiB"
+            )
+        self.shape = shape
+        self.num_pages = num_pages
+        self.pool = torch.empty(homes * layout.span_stride, dtype=torch.uint8, device=device)
+        self.device = self.pool.device
+        grid = (shape.num_layers, num_pages, layout.spans)
+        start = torch.arange(homes, device=device) * (layout.span_stride // SPAN_ALIGNMENT)
+        length = torch.full_like(start, layout.raw_span_bytes)
+        self.places = torch.stack([start, length], 1).to(torch.int32).view(*grid, 2)
+        self._homes = self.pool.view(*grid, layout.span_stride)
+        self._homes[..., : layout.metadata_bytes] = self._raw_metadata
+        # Bit t of a page: slot t has been written.  A page holds at most 64 tokens.
+        self._written = torch.zeros(grid[:2], dtype=torch.int64, device=device)
+        self._sealed = torch.zeros(grid[:2], dtype=torch.bool, device=device)
+
+    @cached_property
+    def _raw_metadata(self) -> Tensor:
+        data = self.shape.layout.raw_metadata()
+        return torch.tensor(list(data), dtype=torch.uint8, device=self.device)
+
+    @cached_property
+    def _raw_words(self) -> Tensor:
+        """[2, num_kv_heads, page_size, head_dim] int64: a value's 16-bit word in a raw page.
+
+        Counted from the page's home; axis 0 is K, V.
+        """
+        layout = self.shape.layout
+        word = torch.tensor(
+            [
+                [
+                    [layout.raw_byte(0, part, token, dim) // 2 for dim in range(layout.head_dim)]
+                    for token in range(layout.page_size)
+                ]
+                for part in PARTS
+            ],
+            device=self.device,
+        )
+        head = torch.arange(layout.num_kv_heads, device=self.device)
+        span, in_span = head // layout.heads_per_span, head % layout.heads_per_span
+        # K and V of a head are neighbours: two raw parts a head.
+        home = (span * layout.span_stride + in_span * 2 * layout.raw_part_bytes) // 2
+        return word[:, None] + home.view(1, -1, 1, 1)
+
+    # ---- reading -------------------------------------------------------------------------------
+    def layer(self, layer: int) -> LayerPages:
+        """View of a layer's pages, as `BatchAttention.run` takes it.
+
+        The view follows the store: tokens appended and pages sealed later are seen through it.
+        """
+        self._check_layer(layer)
+        return LayerPages(self.pool, self.places[layer], self.shape.layout)
+
+    def read(self, layer: int, pages: PageIds) -> tuple[Tensor, Tensor]:
+        """Decode pages, raw or sealed.
+
+        Parameters
+        ----------
+        layer : int
+            0 to num_layers - 1.
+        pages : Tensor, iterable of int, or int
+            [n] page ids; may repeat.
+
+        Returns
+        -------
+        k, v : Tensor
+            [n * page_size, num_kv_heads, head_dim] bfloat16, bit for bit what was appended.
+            Slots that were never written hold anything, NaN included.
+
+        Raises
+        ------
+        ArgumentError
+            If the layer or a page id is out of range.
+        FormatError
+            If a page's bytes are none that a writer makes.
+        """
+        ids = self._page_ids(layer, pages)
+        k, v = reference.decode_pages(self.layer(layer), ids)
+        return k.flatten(0, 1), v.flatten(0, 1)
+
+    def descriptors(self, layer: int, pages: PageIds) -> Tensor:
+        """How each block of some pages is stored.
+
+        Returns
+        -------
+        Tensor
+            [n, num_kv_heads, 2, blocks_per_part] uint8; axis 2 is K, V.  0..127 compressed,
+            128..248 with exceptions, 255 raw (FORMAT.md section 5).
+        """
+        ids = self._page_ids(layer, pages)
+        return reference.read_metadata(self.layer(layer), ids)[0]
+
+    def page_bytes(self, layer: int, pages: PageIds) -> Tensor:
+        """[n] int64: bytes of each page, metadata included, before spans are aligned to 128."""
+        ids = self._page_ids(layer, pages)
+        return (self.places[layer, ids, :, 1].long() & 0xFFFFFFFF).sum(1)
+
+    def is_sealed(self, layer: int, pages: PageIds) -> Tensor:
+        """[n] bool: whether each page is sealed."""
+        return self._sealed[layer, self._page_ids(layer, pages)]
+
+    # ---- writing -------------------------------------------------------------------------------
+    def append(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        """Write new tokens into raw pages.
+
+        Parameters
+        ----------
+        layer : int
+            0 to num_layers - 1.
+        k, v : Tensor
+            [tokens, num_kv_heads, head_dim] bfloat16 on the store's device, any strides.
+        slot_mapping : Tensor
+            [tokens] int32 or int64 on the store's device: ``page * page_size + offset``, or -1 for
+            a token to skip (padding).  A slot of a raw page may be written again.
+
+        Raises
+        ------
+        UnsupportedError
+            If k or v is not bfloat16.
+        ArgumentError
+            If a shape, dtype or device does not fit, or a slot is out of range or given twice.
+        PageStateError
+            If a slot lies in a sealed page.  Nothing is written when anything is raised.
+        """
+        self._check_layer(layer)
+        layout, page_size = self.shape.layout, self.shape.page_size
+        for name, x in (("k", k), ("v", v)):
+            self._check_rows(name, x)
+        if k.shape != v.shape:
+            raise ArgumentError(f"k has {len(k)} tokens and v {len(v)}")
+        slots = self._slots(slot_mapping, len(k))
+        kept = torch.nonzero(slots >= 0).flatten()
+        slots = slots[kept]
+        if not len(kept):
+            return
+        pages, offsets = slots // page_size, slots % page_size
+        blocked = self._sealed[layer, pages]
+        if blocked.any():
+            raise PageStateError(
+                f"page {int(pages[blocked][0])} of layer {layer} is full and sealed: give new "
+                "tokens a new page, or clear(layer, pages) to use its id again"
+            )
+        # Word of each value: the page's home, then its place in a raw page.
+        home = (layer * self.num_pages + pages) * (layout.page_stride // 2)
+        pool = self.pool.view(torch.int16)
+        for index, x in enumerate((k, v)):
+            word = self._raw_words[index].transpose(0, 1)[offsets] + home[:, None, None]
+            pool[word] = x[kept].view(torch.int16)
+        self._mark_written(layer, pages, offsets)
+
+    def _mark_written(self, layer: int, pages: Tensor, offsets: Tensor) -> None:
+        distinct, row = torch.unique(pages, return_inverse=True)
+        new = torch.zeros(len(distinct), 64, dtype=torch.int64, device=self.device)
+        new[row, offsets] = 1
+        bit = torch.ones(64, dtype=torch.int64, device=self.device)
+        bit = bit << torch.arange(64, device=self.device)
+        self._written[layer, distinct] |= (new * bit).sum(1)
+
+    def seal(self, layer: int, pages: PageIds) -> Tensor:
+        """Encode full raw pages in place, losslessly.
+
+        Parameters
+        ----------
+        layer : int
+            0 to num_layers - 1.
+        pages : Tensor, iterable of int, or int
+            [n] page ids, each once.
+
+        Returns
+        -------
+        Tensor
+            [n] int64: bytes of each sealed page, before spans are aligned to 128.
+
+        Raises
+        ------
+        ArgumentError
+            If the layer or a page id is out of range, or an id is given twice.
+        PageStateError
+            If a page is not full, or sealed already.
+        FormatError
+            If a page's metadata has been damaged.  Nothing is written when anything is raised.
+        """
+        ids = self._page_ids(layer, pages)
+        self._check_distinct("pages", ids)
+        if self._sealed[layer, ids].any():
+            first = int(ids[self._sealed[layer, ids]][0])
+            raise PageStateError(f"page {first} of layer {layer} is sealed already")
+        partial = ~self._full(layer, ids)
+        if partial.any():
+            first = int(ids[partial][0])
+            filled = int(self._written[layer, first]).bit_count()
+            raise PageStateError(
+                f"page {first} of layer {layer} holds {filled} of {self.shape.page_size} tokens: "
+                "only a full page can be sealed"
+            )
+        layout, kv = self.shape.layout, self.layer(layer)
+        reference.read_metadata(kv, ids)
+        # Some at a time; each group is encoded whole before any of its bytes change.
+        for some in ids.split(max(1, _CHUNK_VALUES // layout.page_values)):
+            spans, lengths = reference.encode_pages(*reference.decode_pages(kv, some), layout)
+            self._homes[layer, some] = spans
+            self.places[layer, some, :, 1] = lengths.to(torch.int32)
+            self._sealed[layer, some] = True
+        return self.page_bytes(layer, ids)
+
+    def clear(self, layer: int, pages: PageIds) -> None:
+        """Make pages raw and empty again, so that their ids can serve another request.
+
+        Parameters
+        ----------
+        layer : int
+            0 to num_layers - 1.
+        pages : Tensor, iterable of int, or int
+            [n] page ids.
+
+        Raises
+        ------
+        ArgumentError
+            If the layer or a page id is out of range.
+        """
+        ids = self._page_ids(layer, pages)
+        self._homes[layer, ids, :, : len(self._raw_metadata)] = self._raw_metadata
+        self.places[layer, ids, :, 1] = self.shape.layout.raw_span_bytes
+        self._written[layer, ids] = 0
+        self._sealed[layer, ids] = False
+
+    # ---- checks --------------------------------------------------------------------------------
+    def _full(self, layer: int, ids: Tensor) -> Tensor:
+        every = (1 << self.shape.page_size) - 1
+        every = every - (1 << 64) if every >> 63 else every
+        return self._written[layer, ids] == every
+
+    def _check_layer(self, layer: int) -> None:
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise ArgumentError(f"layer={layer!r} must be an int")
+        if not 0 <= layer < self.shape.num_layers:
+            raise ArgumentError(f"layer={layer} is outside 0..{self.shape.num_layers - 1}")
+
+    def _check_rows(self, name: str, x: Tensor) -> None:
+        if x.dtype != torch.bfloat16:
+            raise UnsupportedError(
+                f"{name} is {str(x.dtype).removeprefix('torch.')}: the format is lossless for "
+                "bfloat16 alone; a cast would change the cache"
+            )
+        want = (self.shape.num_kv_heads, self.shape.head_dim)
+        if x.dim() != 3 or tuple(x.shape[1:]) != want:
+            raise ArgumentError(
+                f"{name} has shape {tuple(x.shape)}; [tokens, {want[0]}, {want[1]}] is wanted"
+            )
+        if x.device != self.device:
+            raise ArgumentError(f"{name} is on {x.device} and the store on {self.device}")
+
+    def _slots(self, slot_mapping: Tensor, tokens: int) -> Tensor:
+        if slot_mapping.dtype not in (torch.int32, torch.int64):
+            raise ArgumentError(f"slot_mapping is {slot_mapping.dtype}; int32 or int64 is wanted")
+        if slot_mapping.shape != (tokens,):
+            raise ArgumentError(
+                f"slot_mapping has shape {tuple(slot_mapping.shape)}; one slot for each of the "
+                f"{tokens} tokens is wanted"
+            )
+        if slot_mapping.device != self.device:
+            raise ArgumentError(
+                f"slot_mapping is on {slot_mapping.device} and the store on {self.device}"
+            )
+        slots = slot_mapping.long()
+        count = self.num_pages * self.shape.page_size
+        wrong = (slots < -1) | (slots >= count)
+        if wrong.any():
+            raise ArgumentError(
+                f"slot {int(slots[wrong][0])} is outside 0..{count - 1} "
+                f"({self.num_pages} pages of {self.shape.page_size}; -1 skips a token)"
+            )
+        self._check_distinct("slot_mapping", slots[slots >= 0])
+        return slots
+
+    def _page_ids(self, layer: int, pages: PageIds) -> Tensor:
+        self._check_layer(layer)
+        if isinstance(pages, Tensor):
+            if pages.dtype not in (torch.int32, torch.int64):
+                raise ArgumentError(f"pages is {pages.dtype}; int32 or int64 is wanted")
+            ids = pages.reshape(-1).to(self.device, torch.int64)
+        else:
+            listed = [pages] if isinstance(pages, int) else list(pages)
+            if not all(isinstance(page, int) and not isinstance(page, bool) for page in listed):
+                raise ArgumentError(f"pages must be ints, not {listed[:4]!r}")
+            ids = torch.tensor(listed, dtype=torch.int64, device=self.device)
+        wrong = (ids < 0) | (ids >= self.num_pages)
+        if wrong.any():
+            raise ArgumentError(
+                f"page {int(ids[wrong][0])} is outside 0..{self.num_pages - 1} of layer {layer}"
+            )
+        return ids
+
+    def _check_distinct(self, name: str, ids: Tensor) -> None:
+        values, counts = torch.unique(ids, return_counts=True)
+        if (counts > 1).any():
+            raise ArgumentError(f"{name} holds {int(values[counts > 1][0])} more than once")
