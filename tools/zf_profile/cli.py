@@ -119,6 +119,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, ZfError) as error:
         print(f"zf-profile {args.command}: error: {error}", file=sys.stderr)
         return error.code if isinstance(error, UserError) else Exit.USAGE
+    except ModuleNotFoundError as error:
+        print(
+            f"zf-profile {args.command}: error: the package {error.name!r} is missing; "
+            "'zf-profile doctor' says how to get it",
+            file=sys.stderr,
+        )
+        return Exit.USAGE
     except KeyboardInterrupt:
         print("zf-profile: interrupted", file=sys.stderr)
         return Exit.INTERRUPTED

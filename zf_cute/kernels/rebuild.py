@@ -39,7 +39,7 @@ class OpSet(Protocol):
         """Return a 32-bit constant."""
 
     def prmt(self, a: Word, b: Word, selector: int) -> Word:
-        """Pick four of the eight bytes of `a` (0..3) and `b` (4..7), one nibble of selector each."""
+        """Pick four of the bytes of `a` (0..3) and `b` (4..7), by one nibble of selector each."""
 
     def prmt_if_equal(self, a: Word, x: Word, y: Word, entry: Word) -> Word:
         """Return ``prmt(a, entry, selector=entry)`` where `x` equals `y`, and `a` elsewhere."""

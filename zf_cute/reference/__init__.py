@@ -4,11 +4,18 @@ Written to be read and believed, not to be fast; the kernels are held against it
 """
 
 from zf_cute.reference.attention import attention
-from zf_cute.reference.blocks import block_kinds, decode_blocks, encode_blocks, outlier_counts
+from zf_cute.reference.blocks import (
+    block_bytes,
+    block_kinds,
+    decode_blocks,
+    encode_blocks,
+    outlier_counts,
+)
 from zf_cute.reference.pages import decode_pages, encode_pages, part_blocks, read_metadata
 
 __all__ = [
     "attention",
+    "block_bytes",
     "block_kinds",
     "decode_blocks",
     "decode_pages",

@@ -72,7 +72,7 @@ def attention(
     FormatError
         If a page is one that no writer makes.
     """
-    batch, q_len, num_qo_heads, head_dim = q.shape
+    _, q_len, num_qo_heads, head_dim = q.shape
     layout = kv.layout
     scale = head_dim**-0.5 if sm_scale is None else sm_scale
     group = num_qo_heads // layout.num_kv_heads
@@ -85,7 +85,7 @@ def attention(
     lengths = seq_lens.tolist()
     first_pages = _first_pages(lengths, q_len, window_left, layout.page_size)
     for requests, k_pages, v_pages, rows in _decoded(kv, block_table, lengths, first_pages):
-        for b, row in zip(requests, rows):
+        for b, row in zip(requests, rows, strict=True):
             offset = first_pages[b] * layout.page_size
             k = k_pages[row].flatten(0, 1).to(compute_dtype)
             v = v_pages[row].flatten(0, 1).to(compute_dtype)
@@ -135,7 +135,7 @@ def _decoded(
     """
     page_size, table = kv.layout.page_size, block_table.long()
     wanted: list[Tensor] = []
-    for b, (length, first) in enumerate(zip(lengths, first_pages)):
+    for b, (length, first) in enumerate(zip(lengths, first_pages, strict=True)):
         last = -(-length // page_size)
         if length < 0 or last > table.shape[1]:
             raise ArgumentError(

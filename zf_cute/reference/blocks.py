@@ -6,7 +6,7 @@ the first `BlockKind.nbytes` count.  Byte for byte the same as `zf_layouts.encod
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ _OPS = IntegerOps(signed_word)
 _INVALID = len(KINDS)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _table(name: str, device: torch.device) -> Tensor:
     """Table over the 256 descriptors: kind (index into KINDS) or bytes (0 where none)."""
     rows = []

@@ -7,7 +7,7 @@ asks a reader to check: nothing outside a span is ever read.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -25,13 +25,13 @@ _START_UNITS = SPAN_ALIGNMENT // UNIT
 _ROW_UNITS = blocks.ROW_BYTES // UNIT
 
 
-@lru_cache(maxsize=None)
+@cache
 def _order(layout: PageLayout, part: Part, device: torch.device) -> Tensor:
     """``token * head_dim + dim`` of every value of a part, by block and position."""
     return torch.tensor(layout.value_order(part), dtype=torch.int64, device=device)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _inverse_order(layout: PageLayout, part: Part, device: torch.device) -> Tensor:
     return torch.argsort(_order(layout, part, device))
 
@@ -43,6 +43,10 @@ def part_blocks(values: Tensor, layout: PageLayout, part: Part) -> Tensor:
     ----------
     values : Tensor
         [pages, page_size, heads, head_dim] bfloat16; any number of heads.
+    layout : PageLayout
+        Format parameters.
+    part : {"k", "v"}
+        Whose order.
 
     Returns
     -------
@@ -90,7 +94,7 @@ def encode_pages(k: Tensor, v: Tensor, layout: PageLayout) -> tuple[Tensor, Tens
     """
     pages, device = len(k), k.device
     grid = (pages, layout.spans, layout.heads_per_span, 2, layout.blocks_per_part)
-    bits = torch.stack([part_blocks(x, layout, part) for x, part in zip((k, v), PARTS)], 2)
+    bits = torch.stack([part_blocks(k, layout, "k"), part_blocks(v, layout, "v")], 2)
     descriptors, rows = blocks.encode_blocks(bits.view(-1, BLOCK_VALUES), layout.max_exceptions)
     units = blocks.block_bytes(descriptors) // UNIT
 

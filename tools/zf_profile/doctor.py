@@ -1,0 +1,204 @@
+"""``zf-profile doctor``: versions, what can run here, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+from zf_profile import console
+from zf_profile.console import Exit
+from zf_profile.environment import version
+
+SUMMARY = "versions, what can run here, and what is missing"
+DESCRIPTION = """\
+Check the packages, the GPU and the profiler, and say what can run on this machine, what is
+missing and how to get it.  Exit code 1 if the reference backend or kernel compilation cannot
+run; a missing GPU or profiler is reported and is no failure."""
+EXAMPLES = """\
+examples:
+  zf-profile doctor
+  zf-profile doctor --json -"""
+
+PYTHONS = ((3, 10), (3, 14))
+REQUIRED = {
+    # distribution: (module, lowest version, first version too high, how to get it)
+    "torch": ("torch", (2, 9), None, "pip install torch"),
+    "nvidia-cutlass-dsl": (
+        "cutlass",
+        (4, 8),
+        (4, 9),
+        "pip install --force-reinstall 'nvidia-cutlass-dsl[cu13]>=4.8,<4.9'",
+    ),
+    "apache-tvm-ffi": ("tvm_ffi", (0, 1, 15), (0, 2), "pip install 'apache-tvm-ffi>=0.1.15,<0.2'"),
+    "cuda-python": ("cuda.bindings", (13,), (14,), "pip install 'cuda-python>=13,<14'"),
+    "rich": ("rich", (13,), None, "pip install rich"),
+    "safetensors": ("safetensors", (0, 4), None, "pip install safetensors"),
+}
+OPTIONAL = {
+    "flashinfer-python": ("flashinfer", "pip install flashinfer-python (a peer to compare with)"),
+}
+IMPORT_SECONDS = 120
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    console.add_json_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine this machine; returns the exit code."""
+    checks = [_python(), *map(_package, REQUIRED), *map(_peer, OPTIONAL)]
+    gpu, driver = _gpu(), _driver()
+    checks += [gpu, driver, _profiler()]
+    good = {check["name"]: check["ok"] for check in checks}
+    reference = all(good[name] for name in ("python", "torch", "safetensors", "rich"))
+    compiles = reference and all(good[name] for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi"))
+    abilities = [
+        _ability("reference backend, demo, ratio", reference, "any device torch supports"),
+        _ability("layout", good["python"], "needs Python alone"),
+        _ability("compiling kernels for sm_90a", compiles, "needs no GPU"),
+        _ability("running on a GPU", compiles and good["gpu"], "needs an SM90 GPU"),
+    ]
+    _print(args, checks, abilities)
+    console.write_json(args, "doctor", {"checks": checks, "can_run": abilities})
+    return Exit.DONE if reference and compiles else Exit.NO
+
+
+def _check(name: str, ok: bool, found: str | None, remedy: str = "") -> dict[str, Any]:
+    return {"name": name, "ok": ok, "found": found, "remedy": "" if ok else remedy}
+
+
+def _ability(name: str, ok: bool, note: str) -> dict[str, Any]:
+    return {"name": name, "ok": ok, "note": note}
+
+
+def _python() -> dict[str, Any]:
+    lowest, limit = (".".join(map(str, v)) for v in PYTHONS)
+    ok = PYTHONS[0] <= sys.version_info[:2] < PYTHONS[1]
+    return _check("python", ok, platform.python_version(), f"use Python {lowest} to below {limit}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Leading numbers of a version: "2.14.1+cu130" gives (2, 14, 1)."""
+    numbers = []
+    for piece in text.split("+")[0].split("."):
+        digits = piece[: len(piece) - len(piece.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+def _package(distribution: str) -> dict[str, Any]:
+    module, lowest, limit, remedy = REQUIRED[distribution]
+    found = version(distribution)
+    if found is None and not _findable(module):
+        return _check(distribution, False, None, remedy)
+    if found is not None:
+        numbers = _numbers(found)
+        if numbers < lowest or (limit is not None and numbers >= limit):
+            upper = f" and below {'.'.join(map(str, limit))}" if limit else ""
+            wanted = f"{'.'.join(map(str, lowest))} or newer{upper} is wanted: {remedy}"
+            return _check(distribution, False, found, wanted)
+    # In a process of its own: a broken install must not take the doctor down with it.
+    try:
+        trial = subprocess.run(
+            [sys.executable, "-c", f"import {module}"],
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return _check(distribution, False, found, f"import {module} hangs: {remedy}")
+    if trial.returncode:
+        last = (trial.stderr.strip().splitlines() or [f"exit code {trial.returncode}"])[-1]
+        return _check(distribution, False, found, f"import {module} fails ({last}): {remedy}")
+    return _check(distribution, True, found or "importable")
+
+
+def _findable(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _peer(distribution: str) -> dict[str, Any]:
+    module, remedy = OPTIONAL[distribution]
+    found = version(distribution)
+    return _check(
+        distribution, found is not None and _findable(module), found, f"optional: {remedy}"
+    )
+
+
+def _gpu() -> dict[str, Any]:
+    try:
+        import torch
+    except ImportError:
+        return _check("gpu", False, None, "torch is needed to look for one")
+    if not torch.cuda.is_available():
+        why = (
+            "this torch is built without CUDA"
+            if torch.version.cuda is None
+            else "torch finds no CUDA device: a GPU and its driver are needed"
+        )
+        return _check("gpu", False, None, why)
+    major, minor = torch.cuda.get_device_capability()
+    name = f"{torch.cuda.get_device_name()} (sm_{major}{minor})"
+    return _check("gpu", major == 9, name, "kernels are for sm_90a (H100, H200)")
+
+
+def _driver() -> dict[str, Any]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return _check("driver", False, None, "nvidia-smi not found: no NVIDIA driver here")
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return _check("driver", False, None, f"nvidia-smi does not answer: {error}")
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return _check("driver", False, None, "nvidia-smi finds no GPU")
+    return _check("driver", True, lines[0].strip())
+
+
+def _profiler() -> dict[str, Any]:
+    tool = shutil.which("ncu")
+    return _check("ncu", tool is not None, tool, "optional: Nsight Compute, in the CUDA toolkit")
+
+
+def _print(
+    args: argparse.Namespace, checks: list[dict[str, Any]], abilities: list[dict[str, Any]]
+) -> None:
+    try:
+        from rich.markup import escape
+        from rich.table import Table
+    except ImportError:
+        for row in (*checks, *abilities):
+            print(row["name"], "ok" if row["ok"] else f"no: {row.get('remedy') or row.get('note')}")
+        return
+    out = console.stdout(args)
+
+    table = Table(title="What is here")
+    table.add_column("what")
+    table.add_column("", no_wrap=True)
+    table.add_column("found")
+    table.add_column("what to do", overflow="fold")
+    for check in checks:
+        mark = "[green]ok[/green]" if check["ok"] else "[yellow]no[/yellow]"
+        table.add_row(check["name"], mark, check["found"] or "-", escape(check["remedy"]))
+    out.print(table)
+    table = Table(title="What can run here")
+    table.add_column("what")
+    table.add_column("", no_wrap=True)
+    table.add_column("note")
+    for ability in abilities:
+        mark = "[green]yes[/green]" if ability["ok"] else "[yellow]no[/yellow]"
+        table.add_row(ability["name"], mark, ability["note"])
+    out.print(table)
