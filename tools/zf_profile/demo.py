@@ -175,14 +175,13 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, dtype: Any) -> Tens
     import torch
 
     compute = torch.float64 if dtype == torch.float64 else torch.float32
-    outputs = []
-    for query, length in zip(q, lengths.tolist(), strict=True):
-        keys, values = k[:length].to(compute), v[:length].to(compute)
-        grouped = query.to(compute).view(keys.shape[1], -1, keys.shape[2])
-        scores = torch.einsum("hgd,thd->hgt", grouped, keys) * keys.shape[2] ** -0.5
-        weights = torch.softmax(scores, -1).to(dtype).to(compute)
-        outputs.append(torch.einsum("hgt,thd->hgd", weights, values).to(dtype).flatten(0, 1))
-    return torch.stack(outputs)
+    keys, values = k.to(compute), v.to(compute)
+    grouped = q.to(compute).view(len(q), keys.shape[1], -1, keys.shape[2])
+    scores = torch.einsum("bhgd,thd->bhgt", grouped, keys) * keys.shape[2] ** -0.5
+    hidden = torch.arange(len(keys), device=q.device) >= lengths.to(q.device)[:, None]
+    scores = scores.masked_fill(hidden[:, None, None], -math.inf)
+    weights = torch.softmax(scores, -1).to(dtype).to(compute)
+    return torch.einsum("bhgt,thd->bhgd", weights, values).to(dtype).flatten(1, 2)
 
 
 def _worst(got: Tensor, exact: Tensor) -> float:
