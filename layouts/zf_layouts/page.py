@@ -10,7 +10,7 @@ block raw, so its places are known beforehand and new tokens can be written stra
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Literal
 
 from zf_layouts.block import (
@@ -236,7 +236,7 @@ class PageLayout:
         return _value_order(self.head_dim, self.page_size, self.rope, part)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _value_order(head_dim: int, page_size: int, rope: Rope, part: Part) -> tuple[int, ...]:
     layout = PageLayout(1, head_dim, page_size, rope)
     order = []
