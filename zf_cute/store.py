@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zf_cute import reference
 from zf_cute.config import KVShape
-from zf_cute.errors import ArgumentError, PageStateError, UnsupportedError
+from zf_cute.errors import ArgumentError, FormatError, PageStateError, UnsupportedError
 from zf_cute.pages import LayerPages
 from zf_layouts import PARTS
 from zf_layouts.page import SPAN_ALIGNMENT
@@ -77,7 +77,8 @@ class PageStore:
         grid = (shape.num_layers, num_pages, layout.spans)
         start = torch.arange(homes, device=device) * (layout.span_stride // SPAN_ALIGNMENT)
         length = torch.full_like(start, layout.raw_span_bytes)
-        self.places = torch.stack([start, length], 1).to(torch.int32).view(*grid, 2)
+        self._raw_places = torch.stack([start, length], 1).to(torch.int32).view(*grid, 2)
+        self.places = self._raw_places.clone()
         self._homes = self.pool.view(*grid, layout.span_stride)
         self._homes[..., : layout.metadata_bytes] = self._raw_metadata
         # Bit t of a page: slot t has been written.  A page holds at most 64 tokens.
@@ -258,13 +259,13 @@ class PageStore:
         partial = ~self._full(layer, ids)
         if partial.any():
             first = int(ids[partial][0])
-            filled = int(self._written[layer, first]).bit_count()
+            filled = (int(self._written[layer, first]) & (1 << 64) - 1).bit_count()
             raise PageStateError(
                 f"page {first} of layer {layer} holds {filled} of {self.shape.page_size} tokens: "
                 "only a full page can be sealed"
             )
         layout, kv = self.shape.layout, self.layer(layer)
-        reference.read_metadata(kv, ids)
+        self._check_raw(layer, ids)
         # Some at a time; each group is encoded whole before any of its bytes change.
         for some in ids.split(max(1, _CHUNK_VALUES // layout.page_values)):
             spans, lengths = reference.encode_pages(*reference.decode_pages(kv, some), layout)
@@ -290,7 +291,7 @@ class PageStore:
         """
         ids = self._page_ids(layer, pages)
         self._homes[layer, ids, :, : len(self._raw_metadata)] = self._raw_metadata
-        self.places[layer, ids, :, 1] = self.shape.layout.raw_span_bytes
+        self.places[layer, ids] = self._raw_places[layer, ids]
         self._written[layer, ids] = 0
         self._sealed[layer, ids] = False
 
@@ -299,6 +300,21 @@ class PageStore:
         every = (1 << self.shape.page_size) - 1
         every = every - (1 << 64) if every >> 63 else every
         return self._written[layer, ids] == every
+
+    def _check_raw(self, layer: int, ids: Tensor) -> None:
+        """Raise FormatError unless the pages' metadata and places are those of raw pages.
+
+        A raw page has no descriptors or entries that could fail later, when others are sealed.
+        """
+        metadata = self._homes[layer, ids, :, : len(self._raw_metadata)]
+        places = self.places[layer, ids] == self._raw_places[layer, ids]
+        fine = (metadata == self._raw_metadata).all(-1) & places.all(-1)
+        if not fine.all():
+            damaged = int(ids[~fine.all(1)][0])
+            raise FormatError(
+                f"page {damaged} of layer {layer} has metadata that is not a raw page's: its "
+                "bytes were overwritten by something other than append, seal and clear"
+            )
 
     def _check_layer(self, layer: int) -> None:
         if isinstance(layer, bool) or not isinstance(layer, int):
@@ -350,10 +366,12 @@ class PageStore:
                 raise ArgumentError(f"pages is {pages.dtype}; int32 or int64 is wanted")
             ids = pages.reshape(-1).to(self.device, torch.int64)
         else:
-            listed = [pages] if isinstance(pages, int) else list(pages)
+            listed = list(pages) if isinstance(pages, Iterable) else [pages]
             if not all(isinstance(page, int) and not isinstance(page, bool) for page in listed):
                 raise ArgumentError(f"pages must be ints, not {listed[:4]!r}")
-            ids = torch.tensor(listed, dtype=torch.int64, device=self.device)
+            # Ints past 64 bits are out of range like any other; a tensor could not hold them.
+            kept = [page if abs(page) < 1 << 62 else -1 for page in listed]
+            ids = torch.tensor(kept, dtype=torch.int64, device=self.device)
         wrong = (ids < 0) | (ids >= self.num_pages)
         if wrong.any():
             raise ArgumentError(

@@ -55,7 +55,7 @@ def part_blocks(values: Tensor, layout: PageLayout, part: Part) -> Tensor:
     """
     pages, _, heads, _ = values.shape
     bits = values.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
-    bits = bits.transpose(1, 2).reshape(pages, heads, -1)
+    bits = bits.transpose(1, 2).reshape(pages, heads, layout.page_size * layout.head_dim)
     ordered = bits[:, :, _order(layout, part, bits.device)]
     return ordered.view(pages, heads, layout.blocks_per_part, BLOCK_VALUES)
 
@@ -63,7 +63,8 @@ def part_blocks(values: Tensor, layout: PageLayout, part: Part) -> Tensor:
 def part_values(bits: Tensor, layout: PageLayout, part: Part) -> Tensor:
     """Inverse of `part_blocks`: [pages, page_size, heads, head_dim] bfloat16."""
     pages, heads = bits.shape[:2]
-    flat = bits.reshape(pages, heads, -1)[:, :, _inverse_order(layout, part, bits.device)]
+    flat = bits.reshape(pages, heads, layout.page_size * layout.head_dim)
+    flat = flat[:, :, _inverse_order(layout, part, bits.device)]
     values = flat.view(pages, heads, layout.page_size, layout.head_dim).transpose(1, 2)
     return values.to(torch.int16).contiguous().view(torch.bfloat16)
 
@@ -98,7 +99,7 @@ def encode_pages(k: Tensor, v: Tensor, layout: PageLayout) -> tuple[Tensor, Tens
     descriptors, rows = blocks.encode_blocks(bits.view(-1, BLOCK_VALUES), layout.max_exceptions)
     units = blocks.block_bytes(descriptors) // UNIT
 
-    in_span = units.view(pages * layout.spans, -1)
+    in_span = units.view(pages * layout.spans, layout.heads_per_span * 2 * grid[-1])
     before = in_span.cumsum(1) - in_span + layout.metadata_bytes // UNIT
     lengths = (in_span.sum(1) * UNIT + layout.metadata_bytes).view(pages, layout.spans)
 
@@ -110,7 +111,7 @@ def encode_pages(k: Tensor, v: Tensor, layout: PageLayout) -> tuple[Tensor, Tens
         which * _ROW_UNITS + row
     ]
 
-    metadata = spans[:, : layout.metadata_bytes].view(*grid[:2], layout.heads_per_span, -1)
+    metadata = spans[:, : layout.metadata_bytes].view(*grid[:3], layout.head_metadata_bytes)
     starts = before.view(grid)[..., 0]
     for part_index, part in enumerate(PARTS):
         at = layout.start_byte(0, part)
@@ -118,7 +119,7 @@ def encode_pages(k: Tensor, v: Tensor, layout: PageLayout) -> tuple[Tensor, Tens
         metadata[..., at : at + 4] = start[..., None].view(torch.uint8)
         at = layout.descriptor_byte(0, part)
         metadata[..., at : at + grid[-1]] = descriptors.view(grid)[:, :, :, part_index]
-    return spans.view(pages, layout.spans, -1), lengths
+    return spans.view(pages, layout.spans, layout.span_stride), lengths
 
 
 def _places(kv: LayerPages, pages: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,7 +165,8 @@ def read_metadata(kv: LayerPages, pages: Tensor) -> tuple[Tensor, Tensor]:
     first, length = _places(kv, pages)
     rows = torch.arange(layout.metadata_bytes // UNIT, device=first.device)
     metadata = _pool_units(kv)[first[..., None] + rows].view(torch.uint8)
-    metadata = metadata.view(len(pages), layout.spans, layout.heads_per_span, -1)
+    shape = (len(pages), layout.spans, layout.heads_per_span, layout.head_metadata_bytes)
+    metadata = metadata.view(shape)
     starts, descriptors = [], []
     for part in PARTS:
         at = layout.start_byte(0, part)
