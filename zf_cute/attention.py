@@ -107,6 +107,8 @@ class BatchAttention:
             raise ArgumentError(f"q_len={q_len!r} must be an int")
         if not 1 <= q_len <= MAX_QUERY_TOKENS:
             raise ArgumentError(f"q_len={q_len} is outside 1..{MAX_QUERY_TOKENS}")
+        if isinstance(window_left, bool) or not isinstance(window_left, int):
+            raise ArgumentError(f"window_left={window_left!r} must be an int")
         if window_left < -1:
             raise ArgumentError(f"window_left={window_left} is below -1 (-1 is no window)")
         if not 0 <= logits_soft_cap < float("inf"):
@@ -178,12 +180,18 @@ class BatchAttention:
             raise ArgumentError(f"kv is on {kv.pool.device} and the attention on {self.device}")
         if sinks is not None and (sinks.shape != heads[:1] or not sinks.is_floating_point()):
             raise ArgumentError(f"sinks must be a floating-point tensor of shape {heads[:1]}")
+        if sinks is not None and sinks.device != self.device:
+            raise ArgumentError(f"sinks is on {sinks.device} and the attention on {self.device}")
         for name, x, shape, dtype in (
             ("out", out, q.shape, q.dtype),
             ("lse", lse, q.shape[:-1], torch.float32),
         ):
             if x is not None and (x.shape != shape or x.dtype != dtype or x.device != q.device):
                 raise ArgumentError(f"{name} must be {dtype} of shape {tuple(shape)} on {q.device}")
+            if x is not None and any(
+                n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)
+            ):
+                raise ArgumentError(f"{name} is an expanded view: its elements share memory")
         got_out, got_lse = reference.attention(
             q.reshape(want),
             kv,

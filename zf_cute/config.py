@@ -32,7 +32,8 @@ class KVShape:
         Values outside its window that a compressed block may have, 0 to 4 (default).  0 is the
         ZipFusion paper's format.
     heads_per_span : int
-        KV heads that are stored, and copied, together; 0 (default) chooses.
+        KV heads that are stored, and copied, together; 0 (default) chooses, and
+        ``layout.heads_per_span`` says what.
 
     Raises
     ------
@@ -50,19 +51,18 @@ class KVShape:
     heads_per_span: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse unsupported shapes at once, and settle heads_per_span."""
+        """Refuse unsupported shapes at once."""
         for name in ("num_layers", "num_qo_heads"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UnsupportedError(f"{name}={value!r} must be an int of at least 1")
-        layout = self.layout
+        _ = self.layout  # raises if the format cannot hold the shape
         if self.num_qo_heads % self.num_kv_heads:
             raise UnsupportedError(
                 f"num_qo_heads={self.num_qo_heads} is not a multiple of "
                 f"num_kv_heads={self.num_kv_heads}: every KV head serves the same number of "
                 "query heads"
             )
-        object.__setattr__(self, "heads_per_span", layout.heads_per_span)
 
     @cached_property
     def layout(self) -> PageLayout:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from html import escape
-from textwrap import wrap
-
 from zf_layouts import bf16, draw
 from zf_layouts.block import (
     BLOCK_VALUES,
@@ -19,7 +15,8 @@ from zf_layouts.block import (
     position,
     raw_byte,
 )
-from zf_layouts.draw import Fields, range_text, ranges_text
+from zf_layouts.canvas import INK, LEFT, PALE, RULE, Canvas, lane_tint, tint
+from zf_layouts.draw import range_text, ranges_text
 from zf_layouts.fragment import FRAGMENT, LANES, TILE, lane_value, row_column
 from zf_layouts.page import PARTS, UNIT, PageLayout, Part
 
@@ -33,106 +30,8 @@ FIGURES: dict[str, tuple[str, int | None]] = {
 }
 """File name to (picture, highlighted lane) of the figures beside FORMAT.md."""
 
-INK, MUTED, RULE, PALE = "#1b1f24", "#57606a", "#c4cad1", "#f3f5f7"
-HUES = (0x2F6DB5, 0x17888A, 0x3B8F42, 0x8A8419, 0xC27C12, 0xC24E38, 0xAC4279, 0x6B53B0)
-SHADES = (20, 32, 44, 56)
-STYLE = (
-    "text{font:13px Helvetica,Arial,sans-serif;fill:#1b1f24}"
-    ".m{font-family:Menlo,Consolas,'DejaVu Sans Mono',monospace}"
-    ".b{font-weight:bold}.g{fill:#57606a}.w{fill:#fff}"
-)
-LEFT = 40
 SHOWN_HEADS = 16
 SHOWN_SPANS = 8
-
-
-def _tint(hue: int, percent: int) -> str:
-    """Hue number `hue` mixed with white; 100 percent is the pure hue."""
-    rgb = HUES[hue % len(HUES)]
-    mixed = (255 - (255 - (rgb >> shift & 255)) * percent // 100 for shift in (16, 8, 0))
-    return "#" + "".join(f"{channel:02x}" for channel in mixed)
-
-
-def _lane_tint(lane: int) -> str:
-    """Colour of a lane: a hue for each row of four lanes, a shade for each lane of the row."""
-    return _tint(lane // 4, SHADES[lane % 4])
-
-
-class _Canvas:
-    """Rectangles, lines and words of one picture, in pixels from the upper left corner."""
-
-    def __init__(self, title: str, subtitle: str) -> None:
-        self.title, self.items = title, [f"<title>{escape(title)}</title>"]
-        self.items.append(f"<desc>{escape(subtitle)}</desc>")
-        self.items.append("")  # the ground, whose size is known at the end
-        self.words(LEFT, 42, title, "b", 21)
-        self.words(LEFT, 66, subtitle, "g", 14)
-
-    def box(
-        self, x: float, y: float, w: float, h: float, fill: str, edge: str = "#fff", line: float = 1
-    ) -> None:
-        self.items.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" fill="{fill}" '
-            f'stroke="{edge}" stroke-width="{line:g}"/>'
-        )
-
-    def line(self, x1: float, y1: float, x2: float, y2: float, dash: str = "") -> None:
-        dashed = f' stroke-dasharray="{dash}"' if dash else ""
-        self.items.append(
-            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{MUTED}"{dashed}/>'
-        )
-
-    def words(
-        self, x: float, y: float, words: str, kind: str = "", size: int = 13, at: str = "start"
-    ) -> None:
-        kinds = f' class="{" ".join(kind)}"' if kind else ""
-        sized = f' style="font-size:{size}px"' if size != 13 else ""
-        anchor = f' text-anchor="{at}"' if at != "start" else ""
-        # Runs of spaces align columns; without this XML folds them.
-        kept = ' xml:space="preserve"' if "  " in words else ""
-        self.items.append(
-            f'<text x="{x:g}" y="{y:g}"{kinds}{sized}{anchor}{kept}>{escape(words)}</text>'
-        )
-
-    def cell(
-        self, x: float, y: float, w: float, h: float, fill: str, label: str, size: int = 12
-    ) -> None:
-        """A box with its label in the middle."""
-        self.box(x, y, w, h, fill)
-        self.words(x + w / 2, y + h / 2 + size * 0.36, label, "m", size, "middle")
-
-    def fields(self, x: float, y: float, unit: float, fields: Fields, hues: Sequence[int]) -> None:
-        """Bit fields, highest bit first, with the bit numbers above."""
-        top = fields[0][0]
-        for (last, first, content), hue in zip(fields, hues, strict=True):
-            at, width = x + (top - last) * unit, (last - first + 1) * unit
-            self.cell(at, y, width, 32, _tint(hue, 34) if hue >= 0 else PALE, content, 11)
-            for bit in {last, first}:
-                middle = x + (top - bit + 0.5) * unit
-                self.words(middle, y - 6, str(bit), "mg", 10, "middle")
-
-    def heading(self, x: float, y: float, name: str, note: str) -> None:
-        """A bold name and a note after it."""
-        self.items.append(
-            f'<text x="{x:g}" y="{y:g}">'
-            f'<tspan class="b" style="font-size:14px">{escape(name)}</tspan>'
-            f'<tspan class="g" dx="10" style="font-size:12px">{escape(note)}</tspan></text>'
-        )
-
-    def render(self, width: int, height: int, caption: Sequence[str]) -> str:
-        """The SVG text, with the caption's sentences below the picture."""
-        # 7.1: a wide sans's pixels a character at this size.
-        lines = [line for words in caption for line in wrap(words, int((width - 2 * LEFT) / 7.1))]
-        for i, words in enumerate(lines):
-            self.words(LEFT, height + 6 + 19 * i, words, "g")
-        height += 19 * len(lines) + 16
-        self.items[2] = f'<rect width="{width}" height="{height}" fill="#fff"/>'
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-            f'width="{width}" height="{height}" role="img">\n<style>{STYLE}</style>\n'
-            + "\n".join(self.items)
-            + "\n</svg>\n"
-        )
 
 
 def svg(what: str, layout: PageLayout, lane: int | None = None) -> str:
@@ -151,7 +50,7 @@ def figures() -> dict[str, str]:
 def _tile(layout: PageLayout, part: Part, lane: int | None) -> str:
     down, across = draw.axes(part)
     name = "K tile" if part == "k" else "Vᵀ tile"
-    canvas = _Canvas(
+    canvas = Canvas(
         f"{name}: {down}s are rows, {across}s are columns",
         f"A cell is lane:v, coloured by lane; a lane holds a fragment of {FRAGMENT} values.",
     )
@@ -164,7 +63,7 @@ def _tile(layout: PageLayout, part: Part, lane: int | None) -> str:
         for column in range(TILE):
             holder, v = lane_value(row, column)
             x, y = x0 + column * w, y0 + row * h
-            canvas.cell(x, y, w, h, _lane_tint(holder), f"{holder}:{v}")
+            canvas.cell(x, y, w, h, lane_tint(holder), f"{holder}:{v}")
     canvas.line(x0 + 8 * w, y0, x0 + 8 * w, y0 + 16 * h, dash="5 4")
     canvas.line(x0, y0 + 8 * h, x0 + 16 * w, y0 + 8 * h, dash="5 4")
     right = x0 + 16 * w + 44
@@ -180,7 +79,7 @@ def _tile(layout: PageLayout, part: Part, lane: int | None) -> str:
         for v in range(FRAGMENT):
             row, column = row_column(lane, v)
             x, y = x0 + column * w, y0 + row * h
-            canvas.box(x, y, w, h, _tint(lane // 4, 100), INK, 2)
+            canvas.box(x, y, w, h, tint(lane // 4, 100), INK, 2)
             canvas.words(x + w / 2, y + 20, f"{lane}:{v}", "mbw", 12, "middle")
         _lane_panel(canvas, layout, part, lane, right, y0 + 190)
     pairs = ", ".join(
@@ -197,7 +96,7 @@ def _tile(layout: PageLayout, part: Part, lane: int | None) -> str:
 
 
 def _tile_map(
-    canvas: _Canvas, layout: PageLayout, part: Part, x0: float, y0: float, width: int, high: int
+    canvas: Canvas, layout: PageLayout, part: Part, x0: float, y0: float, width: int, high: int
 ) -> int:
     """The tiles of a part, each with its block and place in it; returns the lower edge."""
     dim_tiles, token_tiles = layout.head_dim // TILE, layout.page_size // TILE
@@ -210,7 +109,7 @@ def _tile_map(
             column, row = (dim_tile, token_tile) if part == "k" else (token_tile, dim_tile)
             x, y = x0 + column * w, y0 + row * high
             label = f"b{block} t{tile}"
-            canvas.cell(x, y, w, high, _tint(block, 44 if tile == 0 else 22), label, 10)
+            canvas.cell(x, y, w, high, tint(block, 44 if tile == 0 else 22), label, 10)
             if block == 0:
                 canvas.box(x + 1, y + 1, w - 2, high - 2, "none", INK, 2)
             start = str(TILE * column)
@@ -225,7 +124,7 @@ def _tile_map(
     return bottom + 12
 
 
-def _registers(canvas: _Canvas, x: float, y: float) -> None:
+def _registers(canvas: Canvas, x: float, y: float) -> None:
     """Which quadrant of the tile each register of a lane comes from."""
     canvas.words(x, y - 8, "Registers of a lane, by quadrant", "b")
     for v in range(0, FRAGMENT, 2):
@@ -237,10 +136,10 @@ def _registers(canvas: _Canvas, x: float, y: float) -> None:
 
 
 def _lane_panel(
-    canvas: _Canvas, layout: PageLayout, part: Part, lane: int, x: float, y: float
+    canvas: Canvas, layout: PageLayout, part: Part, lane: int, x: float, y: float
 ) -> None:
     """What one lane holds of block 0."""
-    canvas.box(x, y - 18, 20, 20, _tint(lane // 4, 100), INK, 2)
+    canvas.box(x, y - 18, 20, 20, tint(lane // 4, 100), INK, 2)
     canvas.words(x + 30, y - 3, f"Lane {lane} in block 0", "b")
     canvas.words(x, y + 24, "v", "mg", 12)
     columns = (x + 30, x + 140)
@@ -262,7 +161,7 @@ def _lane_panel(
 # ---- block -------------------------------------------------------------------------------------
 def _block(layout: PageLayout, lane: int | None) -> str:
     shown = 0 if lane is None else lane
-    canvas = _Canvas(
+    canvas = Canvas(
         f"A block: {BLOCK_VALUES} values of two tiles, stored one of three ways",
         f"Drawn to scale, a pixel a byte. Colour is the lane, as in the tiles; position = "
         f"{draw.position_rule()}.",
@@ -280,7 +179,7 @@ def _block(layout: PageLayout, lane: int | None) -> str:
     places = [code_place(at)[0] for at in values]
     for at in values:
         tile, v = divmod(at - values[0], FRAGMENT)
-        fill = _tint(shown // 4, 54 if tile == 0 else 26)
+        fill = tint(shown // 4, 54 if tile == 0 else 26)
         canvas.cell(LEFT + (at - low[0]) * 29.5, y + 36, 29.5, 30, fill, f"v{v}", 11)
     for byte in sorted(set(places)):
         tile = (byte - code[0]) // (FRAGMENT // 2)
@@ -289,7 +188,7 @@ def _block(layout: PageLayout, lane: int | None) -> str:
             for at, place in zip(values, places, strict=True)
             if place == byte
         )
-        fill = _tint(shown // 4, 54 if tile == 0 else 26)
+        fill = tint(shown // 4, 54 if tile == 0 else 26)
         canvas.cell(LEFT + 552 + (byte - code[0]) * 59, y + 36, 59, 30, fill, pair, 11)
     for tile in range(TILES):
         canvas.words(LEFT + 236 * tile + 118, y + 82, f"tile {tile}", "g", 11, "middle")
@@ -299,7 +198,7 @@ def _block(layout: PageLayout, lane: int | None) -> str:
         canvas.words(x, y + 112, f"of a raw block: tile {tile}, bytes {where}", "g", 12)
         for v in range(FRAGMENT):
             first = raw_byte(position(tile, shown, v)) - raw[tile][0]
-            fill = _tint(shown // 4, 54 if tile == 0 else 26)
+            fill = tint(shown // 4, 54 if tile == 0 else 26)
             canvas.cell(x + first * 29.5, y + 120, 59, 30, fill, f"v{v}", 11)
     y = 620
     canvas.words(LEFT, y, "Bits", "b", 16)
@@ -328,7 +227,7 @@ def _block(layout: PageLayout, lane: int | None) -> str:
     return canvas.render(LEFT * 2 + RAW_KIND.nbytes, y + 276, caption)
 
 
-def _block_bar(canvas: _Canvas, layout: PageLayout, index: int, y: int, lane: int | None) -> None:
+def _block_bar(canvas: Canvas, layout: PageLayout, index: int, y: int, lane: int | None) -> None:
     """One kind of block to scale, striped by lane."""
     kind = KINDS[index]
     canvas.words(LEFT, y - 10, draw.kind_title(index), "b", 14)
@@ -337,7 +236,7 @@ def _block_bar(canvas: _Canvas, layout: PageLayout, index: int, y: int, lane: in
         for key in keys:
             for first, last in draw.lane_bytes(held_by)[key]:
                 x, width, mine = LEFT + first, last - first + 1, held_by == lane
-                fill = _tint(held_by // 4, 100) if mine else _lane_tint(held_by)
+                fill = tint(held_by // 4, 100) if mine else lane_tint(held_by)
                 edge = (INK, 2) if mine else ("#fff", 0.5)
                 canvas.box(x, y, width, 34, fill, *edge)
                 if width >= 16:
@@ -359,14 +258,14 @@ def _block_bar(canvas: _Canvas, layout: PageLayout, index: int, y: int, lane: in
     canvas.words(LEFT + LOW_PLANE + CODE_PLANE / 2, y + 48, code_title, *middle)
     if kind is not COMPRESSED_KIND:
         first, last = draw.entry_bytes()
-        canvas.box(LEFT + first, y, last - first + 1, 34, _tint(4, 80), INK)
+        canvas.box(LEFT + first, y, last - first + 1, 34, tint(4, 80), INK)
         for i, words in enumerate(draw.entries_note(layout).split(", ")):
             canvas.words(LEFT + last + 12, y + 14 + 16 * i, words, "g", 12)
 
 
 # ---- page --------------------------------------------------------------------------------------
 def _page(layout: PageLayout, lane: int | None) -> str:
-    canvas = _Canvas(f"A page: {draw.page_title(layout)}", draw.span_note(layout).capitalize())
+    canvas = Canvas(f"A page: {draw.page_title(layout)}", draw.span_note(layout).capitalize())
     x0, width = LEFT + 70, 1024
     spans = min(layout.spans, SHOWN_SPANS)
     canvas.heading(LEFT, 104, "Spans of the page", f"{layout.page_stride:,} bytes set aside, raw")
@@ -376,7 +275,7 @@ def _page(layout: PageLayout, lane: int | None) -> str:
         index = layout.spans - 1 if last_shown else span
         heads = index * layout.heads_per_span, (index + 1) * layout.heads_per_span - 1
         label = f"span {index}: head{'s' if heads[1] > heads[0] else ''} {range_text(*heads)}"
-        canvas.cell(x, 116, w, 32, _tint(0, 24), label, 11)
+        canvas.cell(x, 116, w, 32, tint(0, 24), label, 11)
         start = ("… " if last_shown else "") + f"{index * layout.span_stride:,}"
         canvas.words(x, 162, start, "mg", 11)
     y = 200
@@ -394,7 +293,7 @@ def _page(layout: PageLayout, lane: int | None) -> str:
         canvas.box(x0, top, layout.metadata_bytes * scale, 26, INK, INK)
         one = (size - layout.metadata_bytes) / (2 * layout.heads_per_span) * scale
         for n in range(2 * layout.heads_per_span):
-            fill = _tint(n // 2, 50 if n % 2 == 0 else 28)
+            fill = tint(n // 2, 50 if n % 2 == 0 else 28)
             if one >= 14:
                 canvas.cell(at + n * one, top, one, 26, fill, PARTS[n % 2].upper(), 10)
             else:
@@ -406,7 +305,7 @@ def _page(layout: PageLayout, lane: int | None) -> str:
     canvas.heading(LEFT, y, "Metadata", note)
     unit = width / layout.head_metadata_bytes
     for first, last, content in draw.metadata_fields(layout):
-        fill = PALE if content.startswith("padding") else _tint("KV".index(content[0]) * 4, 30)
+        fill = PALE if content.startswith("padding") else tint("KV".index(content[0]) * 4, 30)
         canvas.cell(x0 + first * unit, y + 30, (last - first + 1) * unit, 32, fill, content, 11)
         canvas.words(x0 + first * unit, y + 24, str(first), "mg", 10)
     y = 420
@@ -423,7 +322,7 @@ def _page(layout: PageLayout, lane: int | None) -> str:
 
 
 def _heads(
-    canvas: _Canvas, layout: PageLayout, lane: int | None, x0: int, y: int, width: int
+    canvas: Canvas, layout: PageLayout, lane: int | None, x0: int, y: int, width: int
 ) -> int:
     """One row of blocks for each head of a raw span; returns the lower edge."""
     heads = list(range(layout.heads_per_span))
@@ -440,7 +339,7 @@ def _heads(
                 label = f"{part.upper()}{block}" if w > 22 else str(block)
                 shade = 44 if part == "k" else 24
                 size = 11 if w > 22 else 8
-                canvas.cell(x, y, w, 24, _tint(head, shade), label, size)
+                canvas.cell(x, y, w, 24, tint(head, shade), label, size)
                 at = layout.raw_start(head, part) + block * RAW_KIND.nbytes
                 if w >= 60 or block == 0:
                     canvas.words(x, y - 4, f"{at:,}", "mg", 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from itertools import product
 
@@ -607,7 +608,7 @@ def test_shape_errors(changes: dict, message: str) -> None:
         KVShape(**{**good, **changes})
 
 
-def test_shape_settles_heads_per_span() -> None:
+def test_default_heads_per_span() -> None:
     # FORMAT.md section 2: the largest divisor whose raw span has at most 69,632 bytes, or 1.
     # 17 and 18 heads of 64 dims pass it by one head or two; 16 fit.
     for heads, dim, page_size in product((1, 3, 8, 12, 16, 17, 18), (64, 128, 256), (16, 32, 64)):
@@ -615,7 +616,7 @@ def test_shape_settles_heads_per_span() -> None:
         head = -(-2 * (4 + max(4, blocks)) // 16) * 16 + 2 * blocks * 1024
         fits = [n for n in range(1, heads + 1) if heads % n == 0 and n * head <= 69632]
         shape = KVShape(1, heads, heads, dim, page_size=page_size)
-        assert shape.heads_per_span == shape.layout.heads_per_span == max(fits, default=1)
+        assert shape.layout.heads_per_span == max(fits, default=1)
 
 
 @pytest.mark.parametrize("num_pages", [0, -1, True, 2.0, "4", None])
@@ -737,3 +738,9 @@ class AnySequence(RuleBasedStateMachine):
 
 AnySequence.TestCase.settings = settings(max_examples=25, stateful_step_count=20)
 TestAnySequence = AnySequence.TestCase
+
+
+def test_a_changed_shape_chooses_its_own_heads_per_span():
+    """dataclasses.replace() must not carry over a choice made for other heads."""
+    shape = dataclasses.replace(KVShape(1, 8, 8, 128), num_kv_heads=4, num_qo_heads=4)
+    assert shape.layout.heads_per_span == 4

@@ -61,8 +61,10 @@ def run(args: argparse.Namespace) -> int:
     abilities = [
         _ability("reference backend, demo, ratio", reference, "any device torch supports"),
         _ability("layout", good["python"], "needs Python alone"),
-        _ability("compiling kernels for sm_90a", compiles, "needs no GPU"),
-        _ability("running on a GPU", compiles and good["gpu"], "needs an SM90 GPU"),
+        _ability(
+            "compiling kernels for sm_90a", compiles, "needs no GPU; this version has none yet"
+        ),
+        _ability("running kernels", compiles and good["gpu"], "needs an SM90 GPU as well"),
     ]
     _print(args, checks, abilities)
     console.write_json(args, "doctor", {"checks": checks, "can_run": abilities})
@@ -139,7 +141,7 @@ def _peer(distribution: str) -> dict[str, Any]:
 def _gpu() -> dict[str, Any]:
     try:
         import torch
-    except ImportError:
+    except Exception:  # a broken install raises OSError or RuntimeError too
         return _check("gpu", False, None, "torch is needed to look for one")
     if not torch.cuda.is_available():
         why = (
@@ -177,9 +179,11 @@ def _print(
     args: argparse.Namespace, checks: list[dict[str, Any]], abilities: list[dict[str, Any]]
 ) -> None:
     try:
-        from rich.markup import escape
         from rich.table import Table
+        from rich.text import Text
     except ImportError:
+        if args.json == "-":
+            return
         for row in (*checks, *abilities):
             print(row["name"], "ok" if row["ok"] else f"no: {row.get('remedy') or row.get('note')}")
         return
@@ -192,7 +196,9 @@ def _print(
     table.add_column("what to do", overflow="fold")
     for check in checks:
         mark = "[green]ok[/green]" if check["ok"] else "[yellow]no[/yellow]"
-        table.add_row(check["name"], mark, check["found"] or "-", escape(check["remedy"]))
+        # Text, not str: what an import says may look like rich's markup.
+        cells = (Text(console.shown(text)) for text in (check["found"] or "-", check["remedy"]))
+        table.add_row(check["name"], mark, *cells)
     out.print(table)
     table = Table(title="What can run here")
     table.add_column("what")

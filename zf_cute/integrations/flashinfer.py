@@ -37,19 +37,21 @@ def block_table_from_csr(
     ArgumentError
         If the tables do not fit each other.
     """
-    pages = indptr.diff()
-    batch = len(pages)
-    if indptr.dim() != 1 or last_page_len.shape != (batch,):
+    if indptr.dim() != 1 or last_page_len.shape != (indptr.numel() - 1,):
         raise ArgumentError(
             f"indptr has shape {tuple(indptr.shape)} and last_page_len "
             f"{tuple(last_page_len.shape)}; [batch + 1] and [batch] are wanted"
         )
+    pages = indptr.diff()
+    batch = len(pages)
     if (pages < 0).any() or (batch and (indptr[0] != 0 or indptr[-1] > len(indices))):
         raise ArgumentError("indptr must start at 0, never fall, and end within indices")
     outside = (last_page_len < 1) | (last_page_len > page_size)
     if (outside & (pages > 0)).any():
         raise ArgumentError(f"last_page_len must be 1 to page_size={page_size}")
     width = int(pages.max()) if batch else 0
+    if (indices < 0).any() or (indices > torch.iinfo(torch.int32).max).any():
+        raise ArgumentError("indices holds a page id that is negative or past 31 bits")
     column = torch.arange(width, device=indptr.device)
     inside = column < pages[:, None]
     at = torch.where(inside, indptr[:-1, None] + column, 0).long()
