@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         ZfError,
     )
-    from zf_cute.merge import merge_states
+    from zf_cute.merge import merge_state
     from zf_cute.pages import LayerPages
     from zf_cute.store import PageStore
 
@@ -32,7 +32,7 @@ _HOMES = {
     "PageStore": "zf_cute.store",
     "UnsupportedError": "zf_cute.errors",
     "ZfError": "zf_cute.errors",
-    "merge_states": "zf_cute.merge",
+    "merge_state": "zf_cute.merge",
 }
 
 __all__ = [
@@ -45,12 +45,18 @@ __all__ = [
     "PageStore",
     "UnsupportedError",
     "ZfError",
-    "merge_states",
+    "merge_state",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name from its home."""
+    if name == "reference":
+        return import_module("zf_cute.reference")
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("zf_cute")
     if name not in _HOMES:
         raise AttributeError(f"module 'zf_cute' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -39,6 +39,10 @@ class KVShape:
     ------
     UnsupportedError
         Names the parameter, its value and what is supported.
+
+    References
+    ----------
+    layouts/FORMAT.md, section 2: what a reader of pages must know.
     """
 
     num_layers: int

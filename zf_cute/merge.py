@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from zf_cute.errors import ArgumentError
 
 
-def merge_states(
+def merge_state(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, base: Literal["e", "2"] = "e"
 ) -> tuple[Tensor, Tensor]:
     """Merge two attention states, as shared-prefix cascades and splits need.
@@ -35,21 +34,34 @@ def merge_states(
     Raises
     ------
     ArgumentError
-        If shapes do not fit or the base is unknown.
+        If shapes or dtypes do not fit, or the base is unknown.
+
+    References
+    ----------
+    FlashInfer's merge_state, whose LSE has base 2.
     """
     if base not in ("e", "2"):
         raise ArgumentError(f"base={base!r}: choose 'e' or '2'")
-    if out_a.shape != out_b.shape or not out_a.shape[:-1] == lse_a.shape == lse_b.shape:
+    fits = out_a.dim() and out_a.shape == out_b.shape
+    if not fits or not out_a.shape[:-1] == lse_a.shape == lse_b.shape:
         raise ArgumentError(
             f"shapes do not fit: outputs {tuple(out_a.shape)} and {tuple(out_b.shape)}, "
             f"LSE {tuple(lse_a.shape)} and {tuple(lse_b.shape)}"
         )
-    factor = math.log(2) if base == "2" else 1.0
-    a, b = lse_a.double() * factor, lse_b.double() * factor
-    lse = torch.logaddexp(a, b)
-    merged = torch.zeros(out_a.shape, dtype=torch.float64, device=out_a.device)
-    for out, part in ((out_a, a), (out_b, b)):
-        weight = torch.exp(part - lse)[..., None]
-        empty = torch.isneginf(part)[..., None]  # 0 * NaN is NaN: leave an empty state's output out
-        merged += torch.where(empty, 0.0, weight * out.double())
-    return merged.to(out_a.dtype), (lse / factor).to(lse_a.dtype)
+    if out_a.dtype != out_b.dtype or lse_a.dtype != lse_b.dtype:
+        raise ArgumentError(
+            f"dtypes do not fit: outputs {out_a.dtype} and {out_b.dtype}, LSE {lse_a.dtype} and "
+            f"{lse_b.dtype}"
+        )
+    add, exp = (torch.logaddexp, torch.exp) if base == "e" else (torch.logaddexp2, torch.exp2)
+    a, b = lse_a.double(), lse_b.double()
+    lse = add(a, b)
+    merged = sum(
+        exp(part - lse)[..., None] * out.double() for out, part in ((out_a, a), (out_b, b))
+    )
+    # 0 * NaN is NaN: where one state is empty, take the other as it is.
+    a_empty, b_empty = torch.isneginf(a)[..., None], torch.isneginf(b)[..., None]
+    merged = torch.where(b_empty, out_a.double(), merged)
+    merged = torch.where(a_empty, out_b.double(), merged)
+    merged = torch.where(a_empty & b_empty, 0.0, merged)
+    return merged.to(out_a.dtype), lse.to(lse_a.dtype)

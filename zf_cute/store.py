@@ -3,21 +3,26 @@
 Every (layer, page) has a home of `PageLayout.page_stride` bytes, enough for it raw.  A page starts
 raw; `append` writes tokens straight to where attention reads them; `seal` encodes a full page in
 place, and `clear` makes it raw and empty again.  A page id means the same tokens in every layer.
+Sealing shrinks what attention reads; lending the freed bytes to other pages is a cache manager's
+work, and this store does not do it.
 
-Operations check everything before they write anything: a call that raises has changed nothing.
-The reference backend reads counts and flags on the host to do so, so it waits for the device.
+Operations check everything before they write anything: a call that raises one of zf_cute's errors
+has changed nothing.
+What a tensor holds (slots, page ids, the state of pages) is checked on the host, so the reference
+backend waits for the device.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
-from functools import cached_property
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from zf_cute import reference
+from zf_cute.checks import check_device, check_tensor
 from zf_cute.config import KVShape
 from zf_cute.errors import ArgumentError, FormatError, PageStateError, UnsupportedError
 from zf_cute.pages import LayerPages
@@ -27,7 +32,7 @@ from zf_layouts.page import SPAN_ALIGNMENT
 PageIds: TypeAlias = "Tensor | Iterable[int] | int"
 """Page ids: an integer tensor on any device, an iterable of ints, or one int."""
 
-_CHUNK_VALUES = 1 << 23
+_VALUES_AT_ONCE = 1 << 23
 """Values sealed at a time: bounds the working memory to about 200 MB."""
 
 
@@ -54,7 +59,13 @@ class PageStore:
     Raises
     ------
     UnsupportedError
-        For a number of pages below 1 or a pool past the 512 GiB that places reach.
+        For a number of pages below 1, a pool past the 512 GiB that places reach, or a device that
+        torch cannot use here.
+
+    References
+    ----------
+    layouts/FORMAT.md, section 3, for places and raw pages; ZipFusion (arXiv 2610.33719) for pages
+    that stay raw until they are full.
     """
 
     def __init__(
@@ -70,40 +81,49 @@ class PageStore:
                 f"num_pages={num_pages} of {shape.num_layers} layers take "
                 f"{homes * layout.span_stride >> 30} GiB; places reach 512 GiB"
             )
+        check_device(device)
         self.shape = shape
         self.num_pages = num_pages
+        # Inference tensors could not be written outside inference_mode, where engines allocate.
+        with torch.inference_mode(False):
+            self._allocate(device)
+
+    def _allocate(self, device: str | torch.device) -> None:
+        shape, layout = self.shape, self.shape.layout
+        grid = (shape.num_layers, self.num_pages, layout.spans)
+        homes = shape.num_layers * self.num_pages * layout.spans
         self.pool = torch.empty(homes * layout.span_stride, dtype=torch.uint8, device=device)
         self.device = self.pool.device
-        grid = (shape.num_layers, num_pages, layout.spans)
         start = torch.arange(homes, device=device) * (layout.span_stride // SPAN_ALIGNMENT)
         length = torch.full_like(start, layout.raw_span_bytes)
         self._raw_places = torch.stack([start, length], 1).to(torch.int32).view(*grid, 2)
         self.places = self._raw_places.clone()
-        self._homes = self.pool.view(*grid, layout.span_stride)
+        metadata = list(layout.raw_metadata())
+        self._raw_metadata = torch.tensor(metadata, dtype=torch.uint8, device=device)
         self._homes[..., : layout.metadata_bytes] = self._raw_metadata
         # Bit t of a page: slot t has been written.  A page holds at most 64 tokens.
         self._written = torch.zeros(grid[:2], dtype=torch.int64, device=device)
         self._sealed = torch.zeros(grid[:2], dtype=torch.bool, device=device)
+        self._raw_words = self._words_of_raw_pages()
 
-    @cached_property
-    def _raw_metadata(self) -> Tensor:
-        data = self.shape.layout.raw_metadata()
-        return torch.tensor(list(data), dtype=torch.uint8, device=self.device)
+    @property
+    def _homes(self) -> Tensor:
+        """[num_layers, num_pages, spans, span_stride] view of the pool."""
+        return self.pool.view(*self.places.shape[:3], self.shape.layout.span_stride)
 
-    @cached_property
-    def _raw_words(self) -> Tensor:
-        """[2, num_kv_heads, page_size, head_dim] int64: a value's 16-bit word in a raw page.
+    def _words_of_raw_pages(self) -> Tensor:
+        """[page_size, 2, num_kv_heads, head_dim] int64: a value's 16-bit word in a raw page.
 
-        Counted from the page's home; axis 0 is K, V.
+        Counted from the page's home; axis 1 is K, V.
         """
         layout = self.shape.layout
         word = torch.tensor(
             [
                 [
                     [layout.raw_byte(0, part, token, dim) // 2 for dim in range(layout.head_dim)]
-                    for token in range(layout.page_size)
+                    for part in PARTS
                 ]
-                for part in PARTS
+                for token in range(layout.page_size)
             ],
             device=self.device,
         )
@@ -111,7 +131,7 @@ class PageStore:
         span, in_span = head // layout.heads_per_span, head % layout.heads_per_span
         # K and V of a head are neighbours: two raw parts a head.
         home = (span * layout.span_stride + in_span * 2 * layout.raw_part_bytes) // 2
-        return word[:, None] + home.view(1, -1, 1, 1)
+        return word[:, :, None] + home.view(1, 1, -1, 1)
 
     # ---- reading -------------------------------------------------------------------------------
     def layer(self, layer: int) -> LayerPages:
@@ -171,6 +191,7 @@ class PageStore:
         return self._sealed[layer, self._page_ids(layer, pages)]
 
     # ---- writing -------------------------------------------------------------------------------
+    @torch.no_grad()
     def append(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Write new tokens into raw pages.
 
@@ -182,7 +203,8 @@ class PageStore:
             [tokens, num_kv_heads, head_dim] bfloat16 on the store's device, any strides.
         slot_mapping : Tensor
             [tokens] int32 or int64 on the store's device: ``page * page_size + offset``, or -1 for
-            a token to skip (padding).  A slot of a raw page may be written again.
+            a token to skip (padding).  A slot of a raw page may be written again; `clear` a page
+            before another request uses it.
 
         Raises
         ------
@@ -213,19 +235,20 @@ class PageStore:
             )
         # Word of each value: the page's home, then its place in a raw page.
         home = (layer * self.num_pages + pages) * (layout.page_stride // 2)
-        pool = self.pool.view(torch.int16)
-        for index, x in enumerate((k, v)):
-            word = self._raw_words[index].transpose(0, 1)[offsets] + home[:, None, None]
-            pool[word] = x[kept].view(torch.int16)
-        self._mark_written(layer, pages, offsets)
+        words = self._raw_words[offsets] + home[:, None, None, None]
+        rows = torch.stack([k[kept], v[kept]], 1).view(torch.int16)
+        distinct, written = self._with_written(layer, pages, offsets)
+        self.pool.view(torch.int16)[words] = rows
+        self._written[layer, distinct] = written
 
-    def _mark_written(self, layer: int, pages: Tensor, offsets: Tensor) -> None:
+    def _with_written(self, layer: int, pages: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Pages, each once, and what `_written` is for them once these slots are."""
         distinct, row = torch.unique(pages, return_inverse=True)
         new = torch.zeros(len(distinct), 64, dtype=torch.int64, device=self.device)
         new[row, offsets] = 1
         bit = torch.ones(64, dtype=torch.int64, device=self.device)
         bit = bit << torch.arange(64, device=self.device)
-        self._written[layer, distinct] |= (new * bit).sum(1)
+        return distinct, self._written[layer, distinct] | (new * bit).sum(1)
 
     def seal(self, layer: int, pages: PageIds) -> Tensor:
         """Encode full raw pages in place, losslessly.
@@ -267,7 +290,7 @@ class PageStore:
         layout, kv = self.shape.layout, self.layer(layer)
         self._check_raw(layer, ids)
         # Some at a time; each group is encoded whole before any of its bytes change.
-        for some in ids.split(max(1, _CHUNK_VALUES // layout.page_values)):
+        for some in ids.split(max(1, _VALUES_AT_ONCE // layout.page_values)):
             spans, lengths = reference.encode_pages(*reference.decode_pages(kv, some), layout)
             self._homes[layer, some] = spans
             self.places[layer, some, :, 1] = lengths.to(torch.int32)
@@ -323,6 +346,7 @@ class PageStore:
             raise ArgumentError(f"layer={layer} is outside 0..{self.shape.num_layers - 1}")
 
     def _check_rows(self, name: str, x: Tensor) -> None:
+        check_tensor(name, x)
         if x.dtype != torch.bfloat16:
             raise UnsupportedError(
                 f"{name} is {str(x.dtype).removeprefix('torch.')}: the format is lossless for "
@@ -337,6 +361,7 @@ class PageStore:
             raise ArgumentError(f"{name} is on {x.device} and the store on {self.device}")
 
     def _slots(self, slot_mapping: Tensor, tokens: int) -> Tensor:
+        check_tensor("slot_mapping", slot_mapping)
         if slot_mapping.dtype not in (torch.int32, torch.int64):
             raise ArgumentError(f"slot_mapping is {slot_mapping.dtype}; int32 or int64 is wanted")
         if slot_mapping.shape != (tokens,):
@@ -366,18 +391,27 @@ class PageStore:
                 raise ArgumentError(f"pages is {pages.dtype}; int32 or int64 is wanted")
             ids = pages.reshape(-1).to(self.device, torch.int64)
         else:
-            listed = list(pages) if isinstance(pages, Iterable) else [pages]
-            if not all(isinstance(page, int) and not isinstance(page, bool) for page in listed):
-                raise ArgumentError(f"pages must be ints, not {listed[:4]!r}")
-            # Ints past 64 bits are out of range like any other; a tensor could not hold them.
-            kept = [page if abs(page) < 1 << 62 else -1 for page in listed]
-            ids = torch.tensor(kept, dtype=torch.int64, device=self.device)
+            try:
+                listed = list(pages) if isinstance(pages, Iterable) else [pages]
+            except TypeError:
+                listed = [pages]
+            try:
+                if any(isinstance(page, bool) for page in listed):
+                    raise TypeError
+                listed = [operator.index(page) for page in listed]  # numpy ints are ints
+            except TypeError:
+                raise ArgumentError(f"pages must be ints, not {listed[:4]!r}") from None
+            self._check_pages([p for p in listed if not 0 <= p < self.num_pages], layer)
+            ids = torch.tensor(listed, dtype=torch.int64, device=self.device)
         wrong = (ids < 0) | (ids >= self.num_pages)
-        if wrong.any():
-            raise ArgumentError(
-                f"page {int(ids[wrong][0])} is outside 0..{self.num_pages - 1} of layer {layer}"
-            )
+        self._check_pages(ids[wrong].tolist(), layer)
         return ids
+
+    def _check_pages(self, outside: list[int], layer: int) -> None:
+        if outside:
+            raise ArgumentError(
+                f"page {outside[0]} is outside 0..{self.num_pages - 1} of layer {layer}"
+            )
 
     def _check_distinct(self, name: str, ids: Tensor) -> None:
         values, counts = torch.unique(ids, return_counts=True)

@@ -6,10 +6,20 @@ definition.
 """
 
 from zf_layouts.block import BLOCK_VALUES, KINDS, BlockKind, decode_block, encode_block, kind_of
-from zf_layouts.page import HEAD_DIMS, PAGE_SIZES, PARTS, ROPES, PageLayout, Part, Rope
+from zf_layouts.page import (
+    FORMAT_VERSION,
+    HEAD_DIMS,
+    PAGE_SIZES,
+    PARTS,
+    ROPES,
+    PageLayout,
+    Part,
+    Rope,
+)
 
 __all__ = [
     "BLOCK_VALUES",
+    "FORMAT_VERSION",
     "HEAD_DIMS",
     "KINDS",
     "PAGE_SIZES",

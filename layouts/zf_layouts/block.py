@@ -187,17 +187,20 @@ def encode_block(bits: Sequence[int], max_exceptions: int = MAX_EXCEPTIONS) -> t
     return EXCEPTIONS + base // 2, bytes(data)
 
 
-def decode_block(descriptor: int, data: bytes) -> list[int]:
+def decode_block(descriptor: int, data: bytes, max_exceptions: int = MAX_EXCEPTIONS) -> list[int]:
     """512 bit patterns, ordered by position: inverse of `encode_block`.
 
     Raises
     ------
     ValueError
-        If the descriptor means nothing, `data` is too short for it, or an entry is malformed.
+        If the descriptor means nothing or `max_exceptions` forbids it, `data` is too short for it,
+        or an entry is malformed.
     """
     kind = kind_of(descriptor)
-    if kind is None:
-        raise ValueError(f"descriptor {descriptor} names no block kind")
+    if kind is None or (kind is EXCEPTIONS_KIND and not max_exceptions):
+        raise ValueError(
+            f"descriptor {descriptor} names no block kind with max_exceptions={max_exceptions}"
+        )
     if len(data) < kind.nbytes:
         raise ValueError(f"{len(data)} bytes; a {kind.name} block has {kind.nbytes}")
     if kind is RAW_KIND:
@@ -212,6 +215,8 @@ def decode_block(descriptor: int, data: bytes) -> list[int]:
         code = (data[byte] >> sign_bit & 1) << 3 | data[byte] >> shift & 7
         values.append(bf16.rebuild(data[at], code, base) & 0xFFFF)
     if kind is EXCEPTIONS_KIND:
-        for at, high in unpack_entries(data[COMPRESSED_KIND.nbytes : kind.nbytes]).items():
+        for at, high in unpack_entries(
+            data[COMPRESSED_KIND.nbytes : kind.nbytes], max_exceptions
+        ).items():
             values[at] = high << 8 | data[at]
     return values

@@ -24,6 +24,9 @@ from zf_layouts.block import (
 )
 from zf_layouts.fragment import TILE, lane_value, row_column
 
+FORMAT_VERSION = 1
+"""Version of FORMAT.md that this package implements."""
+
 Part = Literal["k", "v"]
 Rope = Literal["half", "interleaved"]
 
@@ -105,6 +108,11 @@ class PageLayout:
             room = [n for n in divisors if n * self.raw_head_bytes <= SPAN_LIMIT]
             object.__setattr__(self, "heads_per_span", max(room, default=1))
         _chosen("heads_per_span", self.heads_per_span, tuple(divisors))
+        if self.raw_span_bytes >> 32:
+            raise ValueError(
+                f"heads_per_span={self.heads_per_span} makes spans of {self.raw_span_bytes} bytes; "
+                "their length must fit 32 bits"
+            )
 
     # ---- sizes ---------------------------------------------------------------------------------
     @property

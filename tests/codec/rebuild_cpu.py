@@ -26,6 +26,19 @@ def _rebuild(source: cute.Pointer, target: cute.Pointer, n: Int32):
 
 
 @cute.jit
+def _rebuild_entries(source: cute.Pointer, target: cute.Pointer, n: Int32):
+    x = cute.make_tensor(source, cute.make_layout(n * 9))
+    y = cute.make_tensor(target, cute.make_layout(n * 4))
+    for i in cutlass.range(n):
+        low, entries = (x[i * 9], x[i * 9 + 1]), tuple(x[i * 9 + 5 + j] for j in range(4))
+        words = rebuild(
+            low, x[i * 9 + 2], x[i * 9 + 3], OPS, fragment=x[i * 9 + 4], entries=entries
+        )
+        for j in cutlass.range_constexpr(4):
+            y[i * 4 + j] = words[j]
+
+
+@cute.jit
 def _high_bytes(source: cute.Pointer, target: cute.Pointer, n: Int32):
     x = cute.make_tensor(source, cute.make_layout(n * 2))
     y = cute.make_tensor(target, cute.make_layout(n * 2))
@@ -54,7 +67,13 @@ def _patch(source: cute.Pointer, target: cute.Pointer, n: Int32):
         y[i] = patch(x[i * 6], x[i * 6 + 1], entries, OPS)
 
 
-_ROUTINES = {"rebuild": _rebuild, "high_bytes": _high_bytes, "join": _join, "patch": _patch}
+_ROUTINES = {
+    "rebuild": _rebuild,
+    "rebuild_entries": _rebuild_entries,
+    "high_bytes": _high_bytes,
+    "join": _join,
+    "patch": _patch,
+}
 
 
 def run(name: str, words: np.ndarray, columns: int) -> np.ndarray:

@@ -44,12 +44,13 @@ def test_first_unit_of_a_place(start: int) -> None:
     places = torch.tensor([[[_signed(start), layout.raw_span_bytes]]], dtype=torch.int32)
     # Only the size of the pool is asked for, so half a tebibyte can be had.
     pool = SimpleNamespace(numel=lambda: 128 << 32)
-    first, length = _places(LayerPages(pool, places, layout), torch.tensor([0]))
+    kv = SimpleNamespace(pool=pool, places=places, layout=layout)
+    first, length = _places(kv, torch.tensor([0]))
     assert first.item() == start * 8
     assert length.item() == layout.raw_span_bytes
     end = start * 128 + layout.raw_span_bytes
     for size, fits in ((end, True), (end - 1, False), (end // 2, False)):
-        kv = LayerPages(SimpleNamespace(numel=lambda size=size: size), places, layout)
+        kv.pool = SimpleNamespace(numel=lambda size=size: size)
         if fits:
             _places(kv, torch.tensor([0]))
         else:

@@ -183,7 +183,7 @@ def test_pages_decode_in_any_order_and_again() -> None:
 
 def test_more_pages_than_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     # Chunks of two pages (16 blocks), and a last one of one.
-    monkeypatch.setattr(reference.pages, "CHUNK_BLOCKS", 16)
+    monkeypatch.setattr(reference.pages, "BLOCKS_AT_ONCE", 16)
     k, v, kv = sealed(PageLayout(2, 64, 16), pages=5)
     got_k, got_v = reference.decode_pages(kv, torch.arange(5))
     assert same_bits(got_k, k)

@@ -403,13 +403,15 @@ def test_tables_of_any_stride():
         assert torch.equal(got, same)
 
 
-@pytest.mark.parametrize("chunk_pages", [1, 4, 7])
-def test_decoding_in_chunks_changes_no_bit(monkeypatch, chunk_pages):
+@pytest.mark.parametrize("pages_at_once", [1, 4, 7])
+def test_decoding_in_chunks_changes_no_bit(monkeypatch, pages_at_once):
     """However many pages are decoded at a time: fewer than a request has, or a few requests'."""
     batch = make_batch(small(), (40, 0, 100, 16, 17, 0), q_len=2)
     want = run(batch)
-    monkeypatch.setattr(import_module("zf_cute.reference.attention"), "CHUNK_PAGES", chunk_pages)
-    monkeypatch.setattr(import_module("zf_cute.reference.pages"), "CHUNK_BLOCKS", 3)
+    monkeypatch.setattr(
+        import_module("zf_cute.reference.paged_attention"), "PAGES_AT_ONCE", pages_at_once
+    )
+    monkeypatch.setattr(import_module("zf_cute.reference.pages"), "BLOCKS_AT_ONCE", 3)
     for got, same in zip(run(batch), want, strict=True):
         assert torch.equal(got, same)
 
@@ -492,7 +494,7 @@ def test_same_inputs_same_bits():
 
 
 def test_returns():
-    """The output alone, or with its LSE: by `return_lse` or by `lse`."""
+    """The output alone, or with its LSE: by `return_lse` alone, also where `lse` is given."""
     batch = make_batch(small(), (3, 0))
     planned, view = plan(batch), batch.store.layer(0)
     out, lse = planned.run(batch.q, view, return_lse=True)
@@ -500,10 +502,9 @@ def test_returns():
     assert isinstance(alone, torch.Tensor)
     assert torch.equal(alone, out)
     given = torch.full_like(lse, math.nan)
-    got = planned.run(batch.q, view, lse=given)
-    assert torch.equal(got[0], out)
-    assert got[1] is given
+    assert torch.equal(planned.run(batch.q, view, lse=given), out)
     assert torch.equal(given, lse)
+    assert planned.run(batch.q, view, lse=given, return_lse=True)[1] is given
 
 
 @pytest.mark.parametrize("q_len", [1, 3])
@@ -520,9 +521,7 @@ def test_given_outputs_are_overwritten(q_len, padded):
         lse = whole_lse.permute(2, 1, 0)[1:4]
     else:
         out, lse = torch.full_like(want, math.nan), torch.full_like(want_lse, math.nan)
-    got = planned.run(batch.q, view, out=out, lse=lse)
-    assert got[0] is out
-    assert got[1] is lse
+    assert planned.run(batch.q, view, out=out, lse=lse) is out
     assert torch.equal(out, want)
     assert torch.equal(lse, want_lse)
     if padded:
@@ -614,11 +613,16 @@ INT32 = torch.int32
         ({"q_len": True}, "q_len=True must be an int"),
         ({"window_left": 2.5}, "window_left=2.5 must be an int"),
         ({"window_left": -2}, "window_left=-2 is below -1"),
-        ({"logits_soft_cap": -1.0}, "logits_soft_cap=-1.0 is not 0 or a positive number"),
+        ({"logits_soft_cap": -1.0}, "logits_soft_cap=-1.0 is below 0"),
         ({"logits_soft_cap": math.nan}, "logits_soft_cap=nan"),
         ({"logits_soft_cap": math.inf}, "logits_soft_cap=inf"),
-        ({"sm_scale": math.nan}, "sm_scale=nan is not a finite number"),
-        ({"sm_scale": -math.inf}, "sm_scale=-inf is not a finite number"),
+        ({"sm_scale": math.nan}, "sm_scale=nan is not a finite float32 number"),
+        ({"sm_scale": 10**400}, "is not a finite float32 number"),
+        ({"sm_scale": 1j}, "sm_scale=1j is not a number"),
+        ({"logits_soft_cap": None}, "logits_soft_cap=None is not a number"),
+        ({"logits_soft_cap": 1e39}, "logits_soft_cap=1e+39 is not a finite float32 number"),
+        ({"seq_lens": [17, 3]}, "seq_lens is a list; a torch tensor is wanted"),
+        ({"sm_scale": -math.inf}, "sm_scale=-inf is not a finite float32 number"),
     ],
 )
 def test_plan_errors(changes, message):
@@ -665,7 +669,7 @@ def _damage(batch: Batch) -> None:
         (
             {"kv": PageStore(small(rope="interleaved"), 9).layer(0)},
             ArgumentError,
-            "rope='interleaved'",
+            "rope=interleaved (here half)",
         ),
         ({"kv": PageStore(small(page_size=32), 9).layer(0)}, ArgumentError, "page_size=32"),
         ({"sinks": torch.zeros(5)}, ArgumentError, "sinks must be a floating-point tensor of"),

@@ -1,4 +1,4 @@
-"""merge_states against whole sequences, and FlashInfer's page tables against a plain loop."""
+"""merge_state against whole sequences, and FlashInfer's page tables against a plain loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from reference.dense import dense_attention, make_batch
 
-from zf_cute import ArgumentError, BatchAttention, KVShape, merge_states
+from zf_cute import ArgumentError, BatchAttention, KVShape, merge_state
 from zf_cute.integrations.flashinfer import block_table_from_csr
 from zf_cute.reference import attention
 
@@ -31,7 +31,7 @@ def empty_state(like: torch.Tensor, fill: float = math.nan) -> tuple[torch.Tenso
     return torch.full_like(like, fill), torch.full(like.shape[:-1], -math.inf, dtype=like.dtype)
 
 
-# ---- merge_states ------------------------------------------------------------------------------
+# ---- merge_state ------------------------------------------------------------------------------
 @pytest.mark.parametrize("base", ["e", "2"])
 @pytest.mark.parametrize("cut", [1, 16, 50, 99])
 def test_two_parts_merge_to_the_whole(base, cut):
@@ -41,12 +41,12 @@ def test_two_parts_merge_to_the_whole(base, cut):
     want, want_lse = dense_attention(q, k, v)
     out_a, lse_a = dense_attention(q, k[:cut], v[:cut])
     out_b, lse_b = dense_attention(q, k[cut:], v[cut:])
-    out, lse = merge_states(out_a, lse_a / unit, out_b, lse_b / unit, base=base)
+    out, lse = merge_state(out_a, lse_a / unit, out_b, lse_b / unit, base=base)
     torch.testing.assert_close(out, want, rtol=0, atol=1e-13)
     torch.testing.assert_close(lse, want_lse / unit, rtol=0, atol=1e-13)
     # The base matters: the other one gives something else.
     other_base = "e" if base == "2" else "2"
-    other, _ = merge_states(out_a, lse_a / unit, out_b, lse_b / unit, base=other_base)
+    other, _ = merge_state(out_a, lse_a / unit, out_b, lse_b / unit, base=other_base)
     assert (other - want).abs().max() > 1e-3
 
 
@@ -54,7 +54,7 @@ def test_merging_is_symmetric():
     """The order of the two parts does not matter."""
     q, k, v = random_qkv(40)
     a, b = dense_attention(q, k[:9], v[:9]), dense_attention(q, k[9:], v[9:])
-    for one, other in zip(merge_states(*a, *b), merge_states(*b, *a), strict=True):
+    for one, other in zip(merge_state(*a, *b), merge_state(*b, *a), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-15)
 
 
@@ -65,13 +65,13 @@ def test_an_empty_state_changes_nothing(base, fill):
     q, k, v = random_qkv(12)
     a, b = dense_attention(q, k[:5], v[:5]), dense_attention(q, k[5:], v[5:])
     empty = empty_state(a[0], fill)
-    for out, lse in (merge_states(*a, *empty, base=base), merge_states(*empty, *a, base=base)):
+    for out, lse in (merge_state(*a, *empty, base=base), merge_state(*empty, *a, base=base)):
         torch.testing.assert_close(out, a[0], rtol=0, atol=1e-15)
         torch.testing.assert_close(lse, a[1], rtol=0, atol=1e-15)
     # Head 2 of the one and head 4 of the other are empty.
     for state, head in ((a, 2), (b, 4)):
         state[0][:, head], state[1][:, head] = fill, -math.inf
-    out, lse = merge_states(*a, *b)
+    out, lse = merge_state(*a, *b)
     whole, _ = dense_attention(q, k, v)
     assert torch.equal(out[:, 2], b[0][:, 2])
     assert torch.equal(lse[:, 4], a[1][:, 4])
@@ -83,7 +83,7 @@ def test_an_empty_state_changes_nothing(base, fill):
 def test_two_empty_states(base, dtype):
     """Give exactly 0 and -inf, never NaN."""
     empty = empty_state(torch.empty(3, HEADS, DIM, dtype=dtype))
-    out, lse = merge_states(*empty, *empty, base=base)
+    out, lse = merge_state(*empty, *empty, base=base)
     assert (out == 0).all()
     assert (lse == -math.inf).all()
     assert out.dtype == lse.dtype == dtype
@@ -98,7 +98,7 @@ def test_any_number_of_pieces(pieces):
     out, lse = empty_state(q)
     for begin, end in pairwise(bounds):
         part = dense_attention(q, k[begin:end], v[begin:end]) if end > begin else empty_state(q)
-        out, lse = merge_states(out, lse, *part)
+        out, lse = merge_state(out, lse, *part)
     want, want_lse = dense_attention(q, k, v)
     torch.testing.assert_close(out, want, rtol=0, atol=1e-13)
     torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-13)
@@ -107,10 +107,10 @@ def test_any_number_of_pieces(pieces):
 def test_far_apart_scores():
     """LSE of hundreds, which exp() would overflow, and a part that weighs nothing."""
     ones = torch.ones(1, 1, 4)
-    out, lse = merge_states(ones, torch.tensor([[800.0]]), 3 * ones, torch.tensor([[800.0]]))
+    out, lse = merge_state(ones, torch.tensor([[800.0]]), 3 * ones, torch.tensor([[800.0]]))
     assert torch.equal(out, 2 * ones)
     assert float(lse) == pytest.approx(800 + LN2, abs=1e-4)
-    out, lse = merge_states(ones, torch.tensor([[-800.0]]), 3 * ones, torch.tensor([[800.0]]))
+    out, lse = merge_state(ones, torch.tensor([[-800.0]]), 3 * ones, torch.tensor([[800.0]]))
     assert torch.equal(out, 3 * ones)
     assert float(lse) == 800.0
 
@@ -122,10 +122,10 @@ def test_dtypes_are_kept():
         (out.bfloat16(), lse.float())
         for out, lse in (dense_attention(q, k[:20], v[:20]), dense_attention(q, k[20:], v[20:]))
     )
-    out, lse = merge_states(out_a, lse_a, out_b, lse_b)
+    out, lse = merge_state(out_a, lse_a, out_b, lse_b)
     assert out.dtype == torch.bfloat16
     assert lse.dtype == torch.float32
-    exact, exact_lse = merge_states(out_a.double(), lse_a.double(), out_b.double(), lse_b.double())
+    exact, exact_lse = merge_state(out_a.double(), lse_a.double(), out_b.double(), lse_b.double())
     assert torch.equal(out, exact.bfloat16())
     assert torch.equal(lse, exact_lse.float())
 
@@ -135,7 +135,7 @@ def test_any_leading_shape(shape):
     """Any number of leading dimensions, none and size 0 among them."""
     a, b = torch.zeros(*shape, 4), torch.ones(*shape, 4)
     lse = torch.zeros(shape)
-    out, merged = merge_states(a, lse, b, lse + math.log(3))
+    out, merged = merge_state(a, lse, b, lse + math.log(3))
     torch.testing.assert_close(out, torch.full_like(a, 0.75))
     torch.testing.assert_close(merged, torch.full_like(lse, math.log(4)))
 
@@ -144,7 +144,7 @@ def test_inputs_are_not_written():
     """The states merged are left alone."""
     states = [torch.randn(2, 3, 4), torch.randn(2, 3), torch.randn(2, 3, 4), torch.randn(2, 3)]
     copies = [x.clone() for x in states]
-    merge_states(*states)
+    merge_state(*states)
     for x, copy in zip(states, copies, strict=True):
         assert torch.equal(x, copy)
 
@@ -165,7 +165,7 @@ def test_inputs_are_not_written():
 def test_merge_errors(shapes, base, message):
     """Shapes that do not fit and unknown bases are named."""
     with pytest.raises(ArgumentError, match=re.escape(message)):
-        merge_states(*(torch.zeros(shape) for shape in shapes), base=base)
+        merge_state(*(torch.zeros(shape) for shape in shapes), base=base)
 
 
 def test_runs_over_prefix_and_suffix_merge():
@@ -182,7 +182,7 @@ def test_runs_over_prefix_and_suffix_merge():
     ]
     want, want_lse = batch.dense()
     parts = [attention(batch.q, view, *part, compute_dtype=torch.float64) for part in tables]
-    out, lse = merge_states(*parts[0], *parts[1])
+    out, lse = merge_state(*parts[0], *parts[1])
     torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
     torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-12)
 
@@ -190,7 +190,7 @@ def test_runs_over_prefix_and_suffix_merge():
     for table, lengths in tables:
         planned.plan(table, lengths)
         states += planned.run(batch.q, view, return_lse=True)
-    out, lse = merge_states(*states)
+    out, lse = merge_state(*states)
     assert out.dtype == torch.bfloat16
     assert (out.double() - want).abs().max() <= 2**-7 * want.abs().max()
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
@@ -269,8 +269,11 @@ def test_csr_table_plans(page_size):
     ("indptr", "indices", "last", "message"),
     [
         ([0, 1, 2], [5, 6], [1], "indptr has shape (3,) and last_page_len (1,)"),
-        ([0, 1], [5], [[1]], "last_page_len (1, 1)"),
-        ([[0, 1]], [5], [1], "[batch + 1] and [batch] are wanted"),
+        ([0, 1], [5], [[1]], "last_page_len is torch.int32 with 2 dimensions"),
+        ([[0, 1]], [5], [1], "indptr is torch.int32 with 2 dimensions"),
+        ([0, 1, 2], [5, 6], [1, 2, 3], "[batch + 1] and [batch] are wanted"),
+        ([0, 1], [[5]], [1], "indices is torch.int32 with 2 dimensions"),
+        ([0, 1], [-1], [1], "negative or past 31 bits"),
         ([1, 2], [5, 6], [1], "indptr must start at 0"),
         ([0, 2, 1], [5, 6], [1, 1], "never fall"),
         ([0, 3], [5, 6], [1], "end within indices"),
@@ -278,7 +281,7 @@ def test_csr_table_plans(page_size):
         ([0, 1], [5], [0], "last_page_len must be 1 to page_size=16"),
         ([0, 1, 2], [5, 6], [16, 17], "last_page_len must be 1 to page_size=16"),
         ([], [], [], "indptr has shape (0,)"),
-        (1, [5], [1], "indptr has shape ()"),
+        (1, [5], [1], "indptr is torch.int32 with 0 dimensions"),
     ],
 )
 def test_csr_errors(indptr, indices, last, message):
@@ -286,3 +289,53 @@ def test_csr_errors(indptr, indices, last, message):
     tables = (torch.tensor(x, dtype=torch.int32) for x in (indptr, indices, last))
     with pytest.raises(ArgumentError, match=re.escape(message)):
         block_table_from_csr(*tables, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float32])
+def test_csr_dtypes(dtype):
+    """Types in which the arithmetic would wrap or round are refused, not computed with."""
+    good = [torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [5], [1])]
+    for i in range(3):
+        tables = [x.to(dtype) if i == j else x for j, x in enumerate(good)]
+        with pytest.raises(ArgumentError, match="int32 or int64"):
+            block_table_from_csr(*tables, 16)
+
+
+def test_csr_past_31_bits():
+    """Page ids and lengths that int32 cannot hold."""
+    tables = [torch.tensor(x) for x in ([0, 1], [2**31 + 5], [1])]
+    with pytest.raises(ArgumentError, match="past 31 bits"):
+        block_table_from_csr(*tables, 16)
+    tables[1] = torch.tensor([5])
+    with pytest.raises(ArgumentError, match="past 31 bits of tokens"):
+        block_table_from_csr(*tables, 1 << 31)
+
+
+def test_csr_ignores_what_lies_past_the_last_request():
+    """FlashInfer's buffers of fixed size hold anything past indptr[-1]."""
+    tables = [torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 3], [4, 6, 1, -1, -7], [3, 16])]
+    table, lengths = block_table_from_csr(*tables, 16)
+    assert table.tolist() == [[4, 6], [1, 0]]
+    assert lengths.tolist() == [19, 16]
+    wide, same = block_table_from_csr(*tables, 16, max_pages=4)
+    assert wide.tolist() == [[4, 6, 0, 0], [1, 0, 0, 0]]
+    assert torch.equal(same, lengths)
+
+
+def test_dtypes_must_fit():
+    """A float64 state is not narrowed without a word."""
+    out, lse = torch.zeros(2, 4), torch.zeros(2)
+    with pytest.raises(ArgumentError, match="dtypes do not fit"):
+        merge_state(out, lse, out.double(), lse)
+
+
+@pytest.mark.parametrize("base", ["e", "2"])
+def test_an_empty_state_changes_no_bit(base):
+    """Minus zero and every bit of the LSE included."""
+    out, lse = torch.randn(5, 8), torch.randn(5).double()
+    out[0] = -0.0
+    empty = torch.full_like(out, math.nan), torch.full_like(lse, -math.inf)
+    for state in ((out, lse, *empty), (*empty, out, lse)):
+        got, got_lse = merge_state(*state, base=base)
+        assert torch.equal(got.view(torch.int32), out.view(torch.int32))
+        assert torch.equal(got_lse, lse)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import pickle
 from collections.abc import Callable, Iterable
 from itertools import product
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from bits import (
@@ -21,6 +25,7 @@ from bits import (
 from format.format_decoder import decode_page
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch._subclasses import FakeTensorMode
 
 import zf_cute.store
 from zf_cute import (
@@ -305,7 +310,7 @@ def test_more_pages_than_are_sealed_at_a_time(
     store: PageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Groups of two pages; the last has one.
-    monkeypatch.setattr(zf_cute.store, "_CHUNK_VALUES", 2 * SHAPE.layout.page_values)
+    monkeypatch.setattr(zf_cute.store, "_VALUES_AT_ONCE", 2 * SHAPE.layout.page_values)
     k, v = fill(store, 0, range(5), 13)
     nbytes = store.seal(0, [3, 0, 4, 2, 1])
     assert torch.equal(nbytes, store.page_bytes(0, [3, 0, 4, 2, 1]))
@@ -554,12 +559,12 @@ def _damage_to_compressed(store: PageStore, home: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     "damage", [_damage_start, _damage_descriptor, _damage_to_exceptions, _damage_to_compressed]
 )
-@pytest.mark.parametrize("chunk_pages", [1, 100])
+@pytest.mark.parametrize("pages_at_once", [1, 100])
 def test_sealing_a_damaged_page_changes_nothing(
-    store: PageStore, damage: Callable, chunk_pages: int, monkeypatch: pytest.MonkeyPatch
+    store: PageStore, damage: Callable, pages_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The damaged page comes last, in a group of its own or together with the others.
-    monkeypatch.setattr(zf_cute.store, "_CHUNK_VALUES", chunk_pages * SHAPE.layout.page_values)
+    monkeypatch.setattr(zf_cute.store, "_VALUES_AT_ONCE", pages_at_once * SHAPE.layout.page_values)
     fill(store, 0, [0, 1, 2], 27)
     damage(store, store.pool.view(LAYERS, PAGES, -1)[0, 2])
     before = snapshot(store)
@@ -744,3 +749,69 @@ def test_a_changed_shape_chooses_its_own_heads_per_span():
     """dataclasses.replace() must not carry over a choice made for other heads."""
     shape = dataclasses.replace(KVShape(1, 8, 8, 128), num_kv_heads=4, num_qo_heads=4)
     assert shape.layout.heads_per_span == 4
+
+
+# ---- the caller's surroundings -----------------------------------------------------------------
+def _round(store: PageStore, seed: int) -> None:
+    """Append, seal, read, clear."""
+    k, v = mixed_values((16, 2, 64), seed), mixed_values((16, 2, 64), seed + 1)
+    store.append(0, k, v, torch.arange(16))
+    store.seal(0, 0)
+    for read, given in zip(store.read(0, 0), (k, v), strict=True):
+        same_bits(read, given)
+    store.clear(0, 0)
+
+
+def test_a_store_made_under_inference_mode_is_an_ordinary_one() -> None:
+    """Engines allocate under inference_mode, and write wherever they please."""
+    with torch.inference_mode():
+        store = PageStore(KVShape(1, 2, 2, 64), 2)
+        _round(store, 1)
+    _round(store, 2)
+
+
+@pytest.mark.parametrize("through", [pickle.dumps, copy.deepcopy])
+def test_a_copied_store_is_whole(through: Callable) -> None:
+    """Its tables and its pool must still be of one piece."""
+    store = PageStore(KVShape(1, 2, 2, 64), 2)
+    _round(store, 3)
+    made = through(store)
+    _round(pickle.loads(made) if isinstance(made, bytes) else made, 4)
+
+
+def test_the_default_device_is_not_asked() -> None:
+    store = PageStore(KVShape(1, 2, 2, 64), 2)
+    x = mixed_values((16, 2, 64), 5)
+    store.append(0, x, x, torch.arange(16))
+    with torch.device("meta"):
+        store.seal(0, 0)
+    same_bits(store.read(0, 0)[0], x)
+
+
+def test_values_that_lie_in_the_pool_are_read_before_it_is_written() -> None:
+    """V may be a view of bytes that K is about to overwrite."""
+    store = PageStore(KVShape(1, 2, 2, 64), 2)
+    k = mixed_values((16, 2, 64), 6)
+    v = store.pool.view(torch.bfloat16)[64 : 64 + k.numel()].view(k.shape)
+    before = v.clone()
+    store.append(0, k, v, torch.arange(16))
+    same_bits(store.read(0, 0)[1], before)
+
+
+def test_fake_tensors_leave_nothing_behind() -> None:
+    """Tables made while torch.compile traces must not be kept."""
+    layout = KVShape(1, 2, 2, 64, page_size=32, rope="interleaved").layout
+    with FakeTensorMode():
+        x = torch.empty(1, 32, 2, 64, dtype=torch.bfloat16)
+        with contextlib.suppress(Exception):
+            zf_cute.reference.encode_pages(x, x, layout)
+    x = mixed_values((1, 32, 2, 64), 7)
+    assert zf_cute.reference.encode_pages(x, x, layout)[1].numel() == 1
+
+
+def test_numpy_integers_are_page_ids() -> None:
+    store = PageStore(KVShape(1, 2, 2, 64), 2)
+    assert store.is_sealed(0, np.arange(2)).tolist() == [False, False]
+    for pages, message in ((1.5, "must be ints"), ("ab", "must be ints"), ([10**30], str(10**30))):
+        with pytest.raises(ArgumentError, match=message):
+            store.read(0, pages)

@@ -12,7 +12,7 @@ budget   = {fraction:g} x GPU bytes - weights
 BF16     = ({prefix} + {new}) tokens x token bytes                              a request
 zf_cute  = {prefix} tokens x token bytes x {sealed:.4f} + {new} x token bytes x {raw:.4f}
 requests = floor(budget / bytes a request);  tokens = budget / bytes a request x {total}
-{sealed:.4f}: a sealed page over BF16, metadata, alignment and page table in; {raw:.4f}: a raw one.
+{sealed:.4f}: a sealed page over BF16, metadata, alignment and place table in; {raw:.4f}: a raw one.
 The {new} new tokens are counted raw.  Activations and workspace are counted on neither side."""
 
 

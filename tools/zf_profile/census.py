@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from zf_layouts import BLOCK_VALUES, KINDS, PageLayout
 from zf_layouts.page import SPAN_ALIGNMENT
+from zf_profile import console
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
     from torch import Tensor
 
 
@@ -124,10 +126,14 @@ def tensor_table(parts: Iterable[Census], whole: dict[str, Any]) -> Table:
     return table
 
 
-def _cells(record: dict[str, Any]) -> list[str]:
+def _cells(record: dict[str, Any]) -> list[str | Text]:
+    from rich.text import Text
+
     counts = [str(record[key]) for key in ("blocks", *(kind.name for kind in KINDS))]
     equal = "yes" if record["bitwise_equal"] else "[red]NO[/red]"
-    return [record["name"], *counts, f"{record['bits_per_value']:.3f}", equal]
+    # Text, not str: a name may look like rich's markup.
+    name = Text(console.shown(record["name"]))
+    return [name, *counts, f"{record['bits_per_value']:.3f}", equal]
 
 
 @dataclass

@@ -8,6 +8,7 @@ quick and ``layout`` works where torch is missing.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -53,7 +54,7 @@ class _Parser(argparse.ArgumentParser):
             options = [o for action in self._actions for o in action.option_strings]
             word = message[len(prefix) :].split()[0].split("=")[0]
             message += console.did_you_mean(word, options)
-        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        print(console.shown(f"{self.prog}: error: {message}"), file=sys.stderr)
         print(f"try '{self.prog} --help'", file=sys.stderr)
         raise SystemExit(Exit.USAGE)
 
@@ -103,36 +104,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv : sequence of str, optional
         Arguments without the program's name; those of the process by default.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell (`>&-`)
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (for the whole process)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8
+    try:
+        try:
+            return _main(argv)
+        finally:
+            sys.stdout.flush()  # here, not at exit: a reader that has left is no error
+    except KeyboardInterrupt:
+        print("zf-profile: interrupted", file=sys.stderr)
+        return Exit.INTERRUPTED
+    except OSError as error:
+        # Nothing more can be said on stdout, nor flushed to it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # its reader has left (`| head`)
+            return Exit.DONE
+        place = f"{error.filename}: " if error.filename else ""
+        message = f"zf-profile: error: {place}{error.strerror or error}"
+        print(console.shown(message), file=sys.stderr)
+        return Exit.USAGE
+
+
+def _main(argv: Sequence[str] | None) -> int:
     top = parser()
     args, unknown = top.parse_known_args(argv)
     if args.version:
         print(f"zf-profile {_version()}")
         return Exit.DONE
+    if unknown:
+        getattr(args, "parser", top).error(f"unrecognized arguments: {' '.join(unknown)}")
     if args.command is None:
         top.print_help(sys.stderr)
         return Exit.USAGE
-    if unknown:
-        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         console.check_json_target(args)
         return int(COMMANDS[args.command].run(args))
     except (UserError, ZfError) as error:
-        print(f"zf-profile {args.command}: error: {error}", file=sys.stderr)
+        _complain(args.command, str(error))
         return error.code if isinstance(error, UserError) else Exit.USAGE
-    except ModuleNotFoundError as error:
-        print(
-            f"zf-profile {args.command}: error: the package {error.name!r} is missing; "
-            "'zf-profile doctor' says how to get it",
-            file=sys.stderr,
-        )
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name
+        what = f"the package {error.name!r} is missing" if missing else str(error)
+        _complain(args.command, f"{what}; 'zf-profile doctor' says how to get it")
         return Exit.USAGE
-    except KeyboardInterrupt:
-        print("zf-profile: interrupted", file=sys.stderr)
-        return Exit.INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our stdout has left (`| head`).  Nothing more can be said on it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Exit.DONE
+
+
+def _complain(command: str, message: str) -> None:
+    print(console.shown(f"zf-profile {command}: error: {message}"), file=sys.stderr)
 
 
 if __name__ == "__main__":

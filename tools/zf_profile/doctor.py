@@ -27,7 +27,7 @@ examples:
 PYTHONS = ((3, 10), (3, 14))
 REQUIRED = {
     # distribution: (module, lowest version, first version too high, how to get it)
-    "torch": ("torch", (2, 9), None, "pip install torch"),
+    "torch": ("torch", (2, 11), None, "pip install torch"),
     "nvidia-cutlass-dsl": (
         "cutlass",
         (4, 8),
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     compiles = reference and all(good[name] for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi"))
     abilities = [
         _ability("reference backend, demo, ratio", reference, "any device torch supports"),
-        _ability("layout", good["python"], "needs Python alone"),
+        _ability("layout", good["python"] and good["rich"], "needs no torch"),
         _ability(
             "compiling kernels for sm_90a", compiles, "needs no GPU; this version has none yet"
         ),
@@ -140,6 +140,7 @@ def _peer(distribution: str) -> dict[str, Any]:
 
 def _gpu() -> dict[str, Any]:
     try:
+        console.load("torch")
         import torch
     except Exception:  # a broken install raises OSError or RuntimeError too
         return _check("gpu", False, None, "torch is needed to look for one")

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zf_layouts import HEAD_DIMS, PARTS, Part
-from zf_profile.console import UserError
+from zf_profile.console import UserError, load, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+MOST_NESTED = 50
+"""Dicts and lists in one another: no cache has more."""
 LAYOUTS = {
     "thd": "[tokens, kv_heads, head_dim]",
     "htd": "[kv_heads, tokens, head_dim]",
@@ -84,20 +87,16 @@ def open_kv(
     UserError
         If the file cannot be read or a tensor cannot be stored, saying why and what to do.
     """
-    if not path.exists():
-        raise UserError(f"{path}: no such file")
-    if not path.is_file():
-        raise UserError(f"{path}: not a file")
+    _check_file(path)
     kind = SUFFIXES.get(path.suffix.lower())
     if kind is None:
         raise UserError(f"{path}: cannot tell the format; name it {', '.join(SUFFIXES)}")
-    try:
-        size = path.stat().st_size
-        if size == 0:
-            raise UserError(f"{path}: the file is empty")
-        found = dict(_safetensors(path) if kind == "safetensors" else _torch_file(path))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from None
+    load("torch", "safetensors.torch", "zf_cute.reference")
+    found: dict[str, _Stored] = {}
+    for name, stored in _safetensors(path) if kind == "safetensors" else _torch_file(path):
+        if name in found:
+            raise UserError(f"{path}: two tensors go by the name {name}; rename one")
+        found[name] = stored
     if not found:
         raise UserError(f"{path}: holds no tensors")
 
@@ -107,8 +106,7 @@ def open_kv(
         if part is None:
             others.append(name)
             continue
-        dtype, shape, load = found[name]
-        tensors.append(_checked(name, part, stem, dtype, shape, load, layout))
+        tensors.append(_checked(name, part, stem, found[name], layout))
     for part, pattern in patterns.items():
         if pattern is not None and not any(x.part == part for x in tensors):
             raise UserError(f"--{part} {pattern}: no tensor matches; {_listing(others)}")
@@ -120,6 +118,19 @@ def open_kv(
     return tensors, others
 
 
+def _check_file(path: Path) -> None:
+    try:
+        if not path.exists():
+            raise UserError(f"{path}: no such file")
+        if not path.is_file():
+            raise UserError(f"{path}: not a file")
+        with path.open("rb") as file:
+            if not file.read(1):
+                raise UserError(f"{path}: the file is empty")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from None
+
+
 def pairs(tensors: list[KVTensor]) -> tuple[list[tuple[KVTensor, KVTensor]], str]:
     """Pair each K with its V.
 
@@ -128,20 +139,23 @@ def pairs(tensors: list[KVTensor]) -> tuple[list[tuple[KVTensor, KVTensor]], str
     keys = [x for x in tensors if x.part == "k"]
     values = [x for x in tensors if x.part == "v"]
     by_stem = {x.stem: x for x in values}
-    matched = [(k, by_stem[k.stem]) for k in keys if k.stem in by_stem]
-    if len(matched) != len(keys) or len(matched) != len(values):
+    if len(by_stem) == len(values) and {x.stem for x in keys} == by_stem.keys():
+        matched = [(k, by_stem[k.stem]) for k in keys]
+    else:
         matched = list(zip(keys, values, strict=False))  # names tell nothing: by order
     if len(keys) != len(values):
         return [], f"{len(keys)} K and {len(values)} V tensors cannot be paired into pages"
     for k, v in matched:
         if k.shape != v.shape:
-            return [], f"{k.name} and {v.name} differ in shape, so they make no pages"
+            names = f"{shown(k.name)} and {shown(v.name)}"
+            return [], f"{names} differ in shape, so they make no pages"
     return matched, ""
 
 
 def _natural(name: str) -> list[Any]:
-    """Sort key in which layer10 follows layer9."""
-    return [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", name)]
+    """Sort key in which layer10 follows layer9: every second piece is a number."""
+    pieces = re.split(r"([0-9]+)", name)
+    return [(len(x), x) if i % 2 else x for i, x in enumerate(pieces)]
 
 
 def _part_of(name: str, patterns: dict[Part, str | None]) -> tuple[Part | None, str]:
@@ -162,25 +176,30 @@ def _stem(pieces: list[str]) -> str:
 
 
 def _listing(names: list[str]) -> str:
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return f"the file has {shown or 'no other tensors'}"
+    some = ", ".join(name or "''" for name in names[:8])
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"the file has {some or 'no other tensors'}{more}"
 
 
-def _checked(
-    name: str,
-    part: Part,
-    stem: str,
-    dtype: str,
-    shape: tuple[int, ...],
-    load: Callable[[], Tensor],
-    layout: str,
-) -> KVTensor:
+class _Stored(NamedTuple):
+    """A tensor of a file as the file describes it; `form` names one that is no plain array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+    form: str = ""
+
+
+def _checked(name: str, part: Part, stem: str, stored: _Stored, layout: str) -> KVTensor:
+    dtype, shape, read, form = stored
     if dtype.lower() not in ("bf16", "bfloat16"):
         raise UserError(
             f"{name}: the tensor is {dtype}.  Only BF16 is stored: the codec is lossless because "
             "it knows BF16's 8 exponent bits, and a cast would change your cache.  If the model "
             "computes in BF16, save its keys and values before any cast"
         )
+    if form:
+        raise UserError(f"{name}: the tensor is {form}; save it as a plain (dense, strided) one")
     if len(shape) != len(layout):
         raise UserError(
             f"{name}: shape {list(shape)} has {len(shape)} axes, --layout {layout} means "
@@ -200,15 +219,12 @@ def _checked(
         name,
         part,
         stem,
-        lambda: _TO_BTHD[layout](load()),
+        lambda: _TO_BTHD[layout](read()),
         (axis.get("b", 1), axis["t"], axis["h"], head_dim),
     )
 
 
-_Found = tuple[str, tuple[str, tuple[int, ...], Callable[[], "Tensor"]]]
-
-
-def _safetensors(path: Path) -> Iterator[_Found]:
+def _safetensors(path: Path) -> Iterator[tuple[str, _Stored]]:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -216,8 +232,8 @@ def _safetensors(path: Path) -> Iterator[_Found]:
             for name in file.keys():  # noqa: SIM118  (not a mapping)
                 part = file.get_slice(name)
                 shape = tuple(part.get_shape())
-                yield name, (part.get_dtype(), shape, partial(_safetensor, path, name))
-    except SafetensorError as error:
+                yield name, _Stored(part.get_dtype(), shape, partial(_safetensor, path, name))
+    except (SafetensorError, OSError) as error:
         raise UserError(
             f"{path}: not a whole safetensors file (truncated or damaged): {error}"
         ) from None
@@ -230,39 +246,50 @@ def _safetensor(path: Path, name: str) -> Tensor:
         return file.get_tensor(name)
 
 
-def _torch_file(path: Path) -> Iterator[_Found]:
+def _torch_file(path: Path) -> Iterator[tuple[str, _Stored]]:
     import pickle
 
     import torch
 
     try:
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:
-            # The format before torch 1.6 cannot be mapped.
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, about kinds of tensor refused below
+            try:
+                content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:
+                # The format before torch 1.6 cannot be mapped.
+                content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise UserError(
             f"{path}: holds something other than tensors in dicts, lists and tuples, or is "
             "damaged; save those alone, for example torch.save({'k': k, 'v': v}, path)"
         ) from None
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"{path}: not a whole torch file (truncated or damaged): {reason}"
-        ) from None
+    except Exception as error:
+        # Damaged bytes make torch's reader raise almost anything, KeyError and OSError included.
+        first = str(error).partition("\n")[0]
+        reason = f": {first}" if " " in first else ""  # a KeyError's is the key alone
+        raise UserError(f"{path}: not a whole torch file (truncated or damaged){reason}") from None
     for name, tensor in _flatten(content, ""):
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        yield name, (dtype, tuple(tensor.shape), partial(_itself, tensor))
+        dtype, form = str(tensor.dtype).removeprefix("torch."), _form(tensor)
+        shape = () if form == "nested" else tuple(tensor.shape)
+        yield name, _Stored(dtype, shape, tensor.resolve_neg, form)
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _flatten(content: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def _form(tensor: Tensor) -> str:
     import torch
 
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout != torch.strided:
+        return str(tensor.layout).removeprefix("torch.")
+    return "without values (of torch's meta device)" if tensor.is_meta else ""
+
+
+def _flatten(content: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    import torch
+
+    if depth > MOST_NESTED:
+        raise UserError(f"{name[:60]}...: dicts and lists are nested too deeply, or in a circle")
     if isinstance(content, torch.Tensor):
         yield name or "tensor", content
         return
@@ -276,4 +303,4 @@ def _flatten(content: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     else:
         return
     for label, value in items:
-        yield from _flatten(value, f"{name}.{label}" if name else label)
+        yield from _flatten(value, f"{name}.{label}" if name else label, depth + 1)

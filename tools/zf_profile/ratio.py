@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from zf_layouts import BLOCK_VALUES, PAGE_SIZES, ROPES, PageLayout
 from zf_layouts.block import RAW
 from zf_profile import console
-from zf_profile.console import Exit
+from zf_profile.console import Exit, UserError
 from zf_profile.kvfile import LAYOUTS, KVTensor, open_kv, pairs
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ examples:
   zf-profile ratio cache.pt --layout bhtd --k '*.key' --v '*.value'
   zf-profile ratio cache.safetensors --max-exceptions 0 --json -"""
 
-_CHUNK_VALUES = 1 << 22
+_VALUES_AT_ONCE = 1 << 22
 """Values encoded at a time: bounds the working memory to about 200 MB."""
 
 
@@ -82,6 +83,7 @@ class _Measured:
 
 def run(args: argparse.Namespace) -> int:
     """Measure a file; returns the exit code."""
+    _check_apart(args)
     tensors, others = open_kv(Path(args.file), args.layout, {"k": args.k, "v": args.v})
     from zf_profile import census, environment
 
@@ -119,6 +121,14 @@ def run(args: argparse.Namespace) -> int:
     return Exit.DONE if whole["bitwise_equal"] else Exit.NO
 
 
+def _check_apart(args: argparse.Namespace) -> None:
+    """Refuse to write the document over the tensors; a missing file is `open_kv`'s to refuse."""
+    if args.json in (None, "-") or not (os.path.exists(args.file) and os.path.exists(args.json)):
+        return
+    if os.path.samefile(args.file, args.json):
+        raise UserError(f"--json {args.json}: is the FILE to be read; name another")
+
+
 def _page_count(tensor: KVTensor, page_size: int) -> int:
     return tensor.shape[0] * -(-tensor.shape[1] // page_size)
 
@@ -137,7 +147,7 @@ def _measure(tensor: KVTensor, args: argparse.Namespace, advance: Any) -> _Measu
     layout, exponents = _layout(tensor, args), Exponents()
     _, tokens, heads, head_dim = tensor.shape
     full = tokens // layout.page_size
-    step = max(1, _CHUNK_VALUES // (layout.page_values // 2))
+    step = max(1, _VALUES_AT_ONCE // (layout.page_values // 2))
     values = tensor.load()
     descriptors, equal = [], True
     for sequence in values:
@@ -177,6 +187,7 @@ def _print(
     exponents: list[tuple[str, Exponents]],
 ) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     from zf_profile.census import tensor_table
 
@@ -190,7 +201,7 @@ def _print(
     for name, found in exponents:
         met = [e for e, n in enumerate(found.histogram) if n]
         table.add_row(
-            name,
+            Text(console.shown(name)),
             f"{met[0]}-{met[-1]}" if met else "",
             f"{found.bound:.2f}" if found.bound is not None else "",
             *map(str, found.outside),
@@ -208,7 +219,7 @@ def _print(
         if stored
         else (f"not given with alignment: {whole['stored_ratio_reason']}")
     )
-    out.print(f"ratio to BF16: {whole['ratio']:.4f} with metadata; {aligned}")
+    out.print(f"ratio to BF16: {whole['ratio']:.4f} with metadata; {aligned}", markup=False)
 
 
 def _sparkline(histogram: list[int], width: int = 20) -> str:

@@ -1,19 +1,16 @@
 """Low bytes and codes back to BF16: mask, unpack, add, join.  One routine for every backend.
 
 A fragment of eight values comes as two words of low bytes, one word of code bytes and its block's
-``half_base = base / 2``; it leaves as the four registers of an MMA A operand.  The routine is
-written over an *op set*, so that the same lines run on numpy arrays, on torch tensors, in the CPU
-JIT of the DSL and, with PRMT as one instruction, in a kernel:
+``half_base = base / 2``; it leaves as the four registers of an MMA A operand.  Where the block has
+exceptions, its entries put the true high bytes in between.
 
-==========  =========================================  =======================================
-op set      words are                                  where
-==========  =========================================  =======================================
-IntegerOps  numpy uint32, DSL Uint32, or torch int32   CPU tests, the reference backend
-==========  =========================================  =======================================
+The routine is written over an op set.  `IntegerOps` runs it on numpy uint32 arrays, torch int32
+tensors and the DSL's Uint32 in its CPU JIT.  A kernel brings an op set in which PRMT is one
+instruction, and otherwise runs these lines.
 
 Limits   ``half_base + offset <= 127`` in every block a writer makes (FORMAT.md section 5), so no
          byte of an addition carries into a sign or into its neighbour.
-Cost     Per eight values two AND, one shift-and-mask pair with OR, two ADD and four PRMT.
+Source   ZipFusion (arXiv 2610.33719), Figure 3, for the codes; exceptions are this project's.
 """
 
 from __future__ import annotations
@@ -27,13 +24,13 @@ Word = Any
 FIRST_SIGN_AND_OFFSET = 0x87878787  # values 0..3: bit 7 sign, bits 2..0 offset, in each byte
 SECOND_SIGN = 0x80808080  # values 4..7: the sign, once shifted from bit 6 to bit 7
 SECOND_OFFSET = 0x07070707  # values 4..7: the offset, once shifted from bits 5..3
-EVERY_BYTE = 0x01010101
+SPREAD = 0x0000  # PRMT: byte 0, four times
 JOIN_FIRST = 0x5140  # PRMT: low byte 0, high byte 0, low byte 1, high byte 1
 JOIN_SECOND = 0x7362  # PRMT: low byte 2, high byte 2, low byte 3, high byte 3
 
 
 class OpSet(Protocol):
-    """What the routine needs beyond ``& | ^ + << >>`` on words."""
+    """What the routine needs beyond ``& | + << >>`` on words."""
 
     def u32(self, value: int) -> Word:
         """Return a 32-bit constant."""
@@ -128,6 +125,38 @@ def join(low: tuple[Word, Word], high: tuple[Word, Word], ops: OpSet) -> tuple[W
     )
 
 
-def rebuild(low: tuple[Word, Word], codes: Word, half_base: Word, ops: OpSet) -> tuple[Word, ...]:
-    """Four registers of a fragment in a block without exceptions: unpack, add, join."""
-    return join(low, high_bytes(codes, half_base * ops.u32(EVERY_BYTE), ops), ops)
+def rebuild(
+    low: tuple[Word, Word],
+    codes: Word,
+    half_base: Word,
+    ops: OpSet,
+    *,
+    fragment: Word = None,
+    entries: tuple[Word, ...] = (),
+) -> tuple[Word, ...]:
+    """Four registers of two BF16 values each.
+
+    Parameters
+    ----------
+    low : tuple of two words
+        Low bytes of values 0..3 and 4..7.
+    codes : word
+        The fragment's four code bytes.
+    half_base : word
+        Half the block's base, 0 to 127.
+    ops : OpSet
+        How words are worked on.
+    fragment : word
+        ``position // 8 = lane * 2 + tile``: which fragment of the block this is.  Needed with
+        entries alone.
+    entries : tuple of words
+        Exception entries of the block; empty for a block without exceptions.
+    """
+    high = high_bytes(codes, ops.prmt(half_base, half_base, SPREAD), ops)
+    if entries:
+        word_number = fragment << ops.u32(1)
+        high = (
+            patch(high[0], word_number, entries, ops),
+            patch(high[1], word_number | ops.u32(1), entries, ops),
+        )
+    return join(low, high, ops)

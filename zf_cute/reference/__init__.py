@@ -3,7 +3,6 @@
 Written to be read and believed, not to be fast; the kernels are held against it bit for bit.
 """
 
-from zf_cute.reference.attention import attention
 from zf_cute.reference.blocks import (
     block_bytes,
     block_kinds,
@@ -11,6 +10,7 @@ from zf_cute.reference.blocks import (
     encode_blocks,
     outlier_counts,
 )
+from zf_cute.reference.paged_attention import attention
 from zf_cute.reference.pages import decode_pages, encode_pages, part_blocks, read_metadata
 
 __all__ = [

@@ -6,13 +6,12 @@ the first `BlockKind.nbytes` count.  Byte for byte the same as `zf_layouts.encod
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from zf_cute.errors import FormatError
-from zf_cute.kernels.rebuild import IntegerOps, high_bytes, join, patch, signed_word
+from zf_cute.kernels.rebuild import IntegerOps, rebuild, signed_word
+from zf_cute.reference.tables import device_table
 from zf_layouts import bf16, block
 from zf_layouts.block import BLOCK_VALUES, FRAGMENT, KINDS, LANES, TILES
 
@@ -23,7 +22,7 @@ _OPS = IntegerOps(signed_word)
 _INVALID = len(KINDS)
 
 
-@cache
+@device_table
 def _table(name: str, device: torch.device) -> Tensor:
     """Table over the 256 descriptors: kind (index into KINDS) or bytes (0 where none)."""
     rows = []
@@ -65,8 +64,8 @@ def outlier_counts(bits: Tensor) -> tuple[Tensor, Tensor]:
     wide = torch.nonzero(exponents.amax(1) >= least + bf16.WINDOW).flatten()
     if len(wide):
         pairs = exponents[wide] >> 1  # windows start at even exponents: count fields in pairs
-        histogram = torch.zeros(len(wide), 128 + bf16.WINDOW // 2, dtype=torch.int32)
-        histogram = histogram.to(bits.device)
+        size = (len(wide), 128 + bf16.WINDOW // 2)
+        histogram = torch.zeros(size, dtype=torch.int32, device=bits.device)
         histogram.scatter_add_(1, pairs.long(), torch.ones_like(pairs))
         summed = histogram.cumsum(1, dtype=torch.int32)
         below = torch.nn.functional.pad(summed, (1, 0))
@@ -95,6 +94,10 @@ def encode_blocks(bits: Tensor, max_exceptions: int) -> tuple[Tensor, Tensor]:
         [blocks] uint8.
     rows : Tensor
         [blocks, 1024] uint8; bytes past the block's size are unspecified.
+
+    References
+    ----------
+    layouts/FORMAT.md, sections 5 and 6.
     """
     base, outliers = outlier_counts(bits)
     rows = torch.empty(len(bits), ROW_BYTES, dtype=torch.uint8, device=bits.device)
@@ -188,18 +191,17 @@ def _rebuilt_words(data: Tensor, half_base: Tensor, max_exceptions: int) -> Tens
     low, codes, entries = data.split(
         [block.LOW_PLANE // 4, block.CODE_PLANE // 4, data.shape[1] - 192], 1
     )
+    _check_entries(entries, max_exceptions)
     low = low.view(-1, BLOCK_VALUES // FRAGMENT, 2)
-    half_base_x4 = (half_base * 0x01010101)[:, None]
-    high = high_bytes(codes, half_base_x4, _OPS)
-    if entries.shape[1]:
-        _check_entries(entries, max_exceptions)
-        fragments = torch.arange(BLOCK_VALUES // FRAGMENT, dtype=torch.int32, device=data.device)
-        each = tuple(entry[:, None] for entry in entries.unbind(1))
-        high = (
-            patch(high[0], 2 * fragments, each, _OPS),
-            patch(high[1], 2 * fragments + 1, each, _OPS),
-        )
-    return torch.stack(join((low[..., 0], low[..., 1]), high, _OPS), 2).flatten(1)
+    registers = rebuild(
+        (low[..., 0], low[..., 1]),
+        codes,
+        half_base[:, None],
+        _OPS,
+        fragment=torch.arange(BLOCK_VALUES // FRAGMENT, dtype=torch.int32, device=data.device),
+        entries=tuple(entry[:, None] for entry in entries.unbind(1)),
+    )
+    return torch.stack(registers, 2).flatten(1)
 
 
 def check_descriptors(kinds: Tensor, descriptors: Tensor, max_exceptions: int) -> None:
@@ -216,6 +218,8 @@ def check_descriptors(kinds: Tensor, descriptors: Tensor, max_exceptions: int) -
 
 def _check_entries(entries: Tensor, max_exceptions: int) -> None:
     """Raise FormatError unless [blocks, 4] int32 entries are as FORMAT.md section 5 says."""
+    if not entries.shape[1]:
+        return
     selector, top = entries & 0xFFFF, entries >> 16 & 0xFF
     byte = torch.full_like(entries, -1)
     for i in range(4):

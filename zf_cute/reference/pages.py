@@ -7,31 +7,30 @@ asks a reader to check: nothing outside a span is ever read.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from zf_cute.errors import FormatError
 from zf_cute.pages import LayerPages
 from zf_cute.reference import blocks
+from zf_cute.reference.tables import device_table
 from zf_layouts import BLOCK_VALUES, PARTS, PageLayout, Part
 from zf_layouts.page import SPAN_ALIGNMENT, UNIT
 
-CHUNK_BLOCKS = 1 << 14
+BLOCKS_AT_ONCE = 1 << 14
 """Blocks decoded at a time: bounds the working memory to about 150 MB."""
 
 _START_UNITS = SPAN_ALIGNMENT // UNIT
 _ROW_UNITS = blocks.ROW_BYTES // UNIT
 
 
-@cache
+@device_table
 def _order(layout: PageLayout, part: Part, device: torch.device) -> Tensor:
     """``token * head_dim + dim`` of every value of a part, by block and position."""
     return torch.tensor(layout.value_order(part), dtype=torch.int64, device=device)
 
 
-@cache
+@device_table
 def _inverse_order(layout: PageLayout, part: Part, device: torch.device) -> Tensor:
     return torch.argsort(_order(layout, part, device))
 
@@ -92,6 +91,10 @@ def encode_pages(k: Tensor, v: Tensor, layout: PageLayout) -> tuple[Tensor, Tens
         [pages, spans, span_stride] uint8, zero past each span's length.
     lengths : Tensor
         [pages, spans] int64, bytes of each span.
+
+    References
+    ----------
+    layouts/FORMAT.md, sections 3 to 6.
     """
     pages, device = len(k), k.device
     grid = (pages, layout.spans, layout.heads_per_span, 2, layout.blocks_per_part)
@@ -225,14 +228,14 @@ def decode_pages(kv: LayerPages, pages: Tensor) -> tuple[Tensor, Tensor]:
     layout, shape = kv.layout, (kv.layout.page_size, kv.layout.num_kv_heads, kv.layout.head_dim)
     k = torch.empty(len(pages), *shape, dtype=torch.bfloat16, device=kv.pool.device)
     v = torch.empty_like(k)
-    step = max(1, CHUNK_BLOCKS // (2 * layout.num_kv_heads * layout.blocks_per_part))
+    step = max(1, BLOCKS_AT_ONCE // (2 * layout.num_kv_heads * layout.blocks_per_part))
     for at in range(0, len(pages), step):
         some = slice(at, at + step)
-        k[some], v[some] = _decode_chunk(kv, pages[some])
+        k[some], v[some] = _decode_some(kv, pages[some])
     return k, v
 
 
-def _decode_chunk(kv: LayerPages, pages: Tensor) -> tuple[Tensor, Tensor]:
+def _decode_some(kv: LayerPages, pages: Tensor) -> tuple[Tensor, Tensor]:
     layout = kv.layout
     descriptors, first = read_metadata(kv, pages)
     units = blocks.block_bytes(descriptors).view(-1, 1) // UNIT

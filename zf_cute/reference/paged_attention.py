@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -17,10 +18,11 @@ from zf_cute.errors import ArgumentError
 from zf_cute.pages import LayerPages
 from zf_cute.reference.pages import decode_pages
 
-CHUNK_PAGES = 2048
+PAGES_AT_ONCE = 2048
 """Pages decoded at a time, shared ones once; a longer request is decoded whole."""
 
 
+@torch.no_grad()
 def attention(
     q: Tensor,
     kv: LayerPages,
@@ -53,7 +55,8 @@ def attention(
     logits_soft_cap : float
         ``cap * tanh(score / cap)`` if above 0.
     sinks : Tensor, optional
-        [num_qo_heads] score that joins each head's softmax without a value.
+        [num_qo_heads] score that joins each head's softmax without a value; finite, or -inf for
+        none.
     compute_dtype : torch.dtype
         float32 (default) or float64.
 
@@ -84,25 +87,38 @@ def attention(
 
     lengths = seq_lens.tolist()
     first_pages = _first_pages(lengths, q_len, window_left, layout.page_size)
-    for requests, k_pages, v_pages, rows in _decoded(kv, block_table, lengths, first_pages):
-        for b, row in zip(requests, rows, strict=True):
-            offset = first_pages[b] * layout.page_size
-            k = k_pages[row].flatten(0, 1).to(compute_dtype)
-            v = v_pages[row].flatten(0, 1).to(compute_dtype)
-            for i in range(q_len):
-                position = lengths[b] - q_len + i
-                if position < 0:
-                    continue
-                begin = max(0, position - window_left) if window_left >= 0 else 0
-                seen = slice(begin - offset, position + 1 - offset)
-                query = q[b, i].to(compute_dtype).view(-1, group, head_dim)
-                scores = torch.einsum("hgd,thd->hgt", query, k[seen]) * scale
-                if logits_soft_cap > 0:
-                    scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
-                head_out, head_lse = _softmax_values(scores, v[seen], sink)
-                out[b, i] = head_out.reshape(num_qo_heads, head_dim)
-                lse[b, i] = head_lse.flatten()
+    with _full_precision(q.device):
+        for requests, k_pages, v_pages, rows in _decoded(kv, block_table, lengths, first_pages):
+            for b, row in zip(requests, rows, strict=True):
+                offset = first_pages[b] * layout.page_size
+                k = k_pages[row].flatten(0, 1).to(compute_dtype)
+                v = v_pages[row].flatten(0, 1).to(compute_dtype)
+                for i in range(q_len):
+                    position = lengths[b] - q_len + i
+                    if position < 0:
+                        continue
+                    begin = max(0, position - window_left) if window_left >= 0 else 0
+                    seen = slice(begin - offset, position + 1 - offset)
+                    query = q[b, i].to(compute_dtype).view(-1, group, head_dim)
+                    scores = torch.einsum("hgd,thd->hgt", query, k[seen]) * scale
+                    if logits_soft_cap > 0:
+                        scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
+                    head_out, head_lse = _softmax_values(scores, v[seen], sink)
+                    out[b, i] = head_out.reshape(num_qo_heads, head_dim)
+                    lse[b, i] = head_lse.flatten()
     return out, lse
+
+
+@contextmanager
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """Sums in compute_dtype, whatever autocast and TF32 settings the caller has."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _softmax_values(scores: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -151,10 +167,12 @@ def _decoded(
         wanted.append(ids)
     begin = 0
     while begin < len(lengths):
-        end, pages = begin, 0
-        while end < len(lengths) and (end == begin or pages + len(wanted[end]) <= CHUNK_PAGES):
-            pages += len(wanted[end])
-            end += 1
+        end, together = begin + 1, set(wanted[begin].tolist())
+        while end < len(lengths):
+            more = together.union(wanted[end].tolist())
+            if len(more) > PAGES_AT_ONCE:
+                break
+            end, together = end + 1, more
         distinct, rows = torch.unique(torch.cat(wanted[begin:end]), return_inverse=True)
         k, v = decode_pages(kv, distinct)
         sizes = [len(ids) for ids in wanted[begin:end]]
