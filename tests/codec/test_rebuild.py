@@ -24,6 +24,8 @@ def _call(name: str, x: list, ops: IntegerOps) -> tuple:
     """Call a routine on columns of words."""
     if name == "rebuild":
         return routine.rebuild((x[0], x[1]), x[2], x[3], ops)
+    if name == "rebuild_entries":
+        return routine.rebuild((x[0], x[1]), x[2], x[3], ops, fragment=x[4], entries=tuple(x[5:]))
     if name == "high_bytes":
         return routine.high_bytes(x[0], x[1], ops)
     if name == "join":
@@ -49,7 +51,7 @@ def _in_torch(name: str, words: np.ndarray) -> np.ndarray:
 def _in_cpu_jit(name: str, words: np.ndarray) -> np.ndarray:
     import rebuild_cpu  # here, so that the other two op sets do not wait for the DSL
 
-    columns = {"rebuild": 4, "high_bytes": 2, "join": 4, "patch": 1}[name]
+    columns = {"rebuild": 4, "rebuild_entries": 4, "high_bytes": 2, "join": 4, "patch": 1}[name]
     return rebuild_cpu.run(name, words, columns)
 
 
@@ -141,6 +143,28 @@ def test_prmt_picks_bytes(selector: int) -> None:
     signed = torch.from_numpy(words.view(np.int32))
     got = IntegerOps(signed_word).prmt(signed[:, 0], signed[:, 1], selector)
     np.testing.assert_array_equal(got.numpy().view(np.uint32), want.copy().view("<u4")[:, 0])
+
+
+def test_rebuild_with_entries(run: Run, codes: tuple) -> None:
+    """Codes, entries and join together: each fragment gets the entries of its own positions."""
+    words, values, _ = codes
+    rng = np.random.default_rng(29)
+    some = rng.permutation(len(words))[:20_000]
+    words, values = words[some], values[some].copy().view(np.uint16)
+    fragment = rng.integers(0, 64, len(some))
+    # Half of the entries are of this fragment, the others of any: those must change nothing.
+    at = rng.integers(0, 512, (len(some), 4))
+    own = rng.random(at.shape) < 0.5
+    at = np.where(own, fragment[:, None] * 8 + at % 8, at)
+    high = rng.integers(0, 256, at.shape)
+    selector = np.array([0x3217, 0x3270, 0x3710, 0x7210])[at & 3]
+    entries = selector | at >> 2 << 16 | high << 24
+    for i in range(4):  # in order: where positions repeat, the last entry is the one that stays
+        mine = np.flatnonzero(at[:, i] // 8 == fragment)
+        v = at[mine, i] % 8
+        values[mine, v] = high[mine, i] << 8 | values[mine, v] & 0xFF
+    rows = np.concatenate([words, fragment[:, None], entries], 1).astype(np.uint32)
+    np.testing.assert_array_equal(run("rebuild_entries", rows), words_of(values))
 
 
 # ---- patch -------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ def test_no_graph_is_kept(batch):
     got, lse = run(batch, sinks=sinks, out=out)
     assert not got.requires_grad
     assert not lse.requires_grad
+    run(batch, out=batch.q)  # a leaf that autograd would not let be written
 
 
 def test_lse_given_from_inference_mode_is_refused_before_out_is_written(batch):
