@@ -128,7 +128,7 @@ def load(*modules: str) -> None:
 def check_json_target(args: argparse.Namespace) -> None:
     """Refuse a ``--json`` file that cannot be written before any work is done."""
     target = getattr(args, "json", None)
-    if target in (None, "-"):
+    if target is None or target == "-":
         return
     path = Path(target)
     try:
