@@ -14,7 +14,7 @@ import torch
 from profile_tool import ESCAPE, SAMPLE, child, command, environment, interruptible, terminal
 from safetensors.torch import save_file
 
-from zf_profile import console
+from zf_profile import output
 from zf_profile.cli import COMMANDS
 
 LEFT = "Exception ignored"  # what Python says where a stream broke at exit
@@ -441,4 +441,4 @@ def test_a_long_name_that_is_allowed(small, tool, tmp_path):
 
 def test_json_has_no_nan():
     document = {"a": [1.5, float("nan"), (float("inf"),)], "b": {"c": float("-inf"), "d": 7}}
-    assert console._finite(document) == {"a": [1.5, None, [None]], "b": {"c": None, "d": 7}}
+    assert output._finite(document) == {"a": [1.5, None, [None]], "b": {"c": None, "d": 7}}

@@ -16,7 +16,7 @@ from importlib import metadata
 from typing import NoReturn
 
 from zf_cute.errors import ZfError
-from zf_profile import console, demo, doctor, layout, ratio
+from zf_profile import console, demo, doctor, layout, output, ratio
 from zf_profile.console import Exit, UserError
 
 COMMANDS = {"demo": demo, "ratio": ratio, "layout": layout, "doctor": doctor}
@@ -140,7 +140,7 @@ def _main(argv: Sequence[str] | None) -> int:
         top.print_help(sys.stderr)
         return Exit.USAGE
     try:
-        console.check_json_target(args)
+        output.check_json_target(args)
         return int(COMMANDS[args.command].run(args))
     except (UserError, ZfError) as error:
         _complain(args.command, str(error))

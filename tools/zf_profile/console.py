@@ -1,4 +1,4 @@
-"""Streams, exit codes and JSON: results on stdout, progress and notes on stderr.
+"""Streams and exit codes: results on stdout, progress and notes on stderr.
 
 With ``--json -`` stdout carries the JSON document alone, and the tables are not printed.
 """
@@ -7,23 +7,16 @@ from __future__ import annotations
 
 import argparse
 import enum
-import json
-import math
 import os
 import signal
-import stat
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-SCHEMA = "zf-profile/1"
 
 
 class Exit(enum.IntEnum):
@@ -45,15 +38,6 @@ class UserError(Exception):
         """`message` says what was wrong and what to do; `code` is the process's exit code."""
         super().__init__(message)
         self.code = code
-
-
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    """Give a command the ``--json`` option."""
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write one JSON document to FILE, or to stdout instead of the tables with '-'",
-    )
 
 
 def stdout(args: argparse.Namespace) -> Console:
@@ -123,76 +107,6 @@ def load(*modules: str) -> None:
     finally:
         if usual:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def check_json_target(args: argparse.Namespace) -> None:
-    """Refuse a ``--json`` file that cannot be written before any work is done."""
-    target = getattr(args, "json", None)
-    if target is None or target == "-":
-        return
-    path = Path(target)
-    try:
-        if path.is_dir():
-            raise UserError(f"--json {target}: is a folder; name a file in it")
-        folder = path.resolve().parent
-        if not folder.is_dir():
-            raise UserError(f"--json {target}: the folder {folder} does not exist")
-        if not _is_device(path):
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-    except OSError as error:
-        raise UserError(f"--json {target}: cannot be written: {error.strerror or error}") from None
-
-
-def _is_device(path: Path) -> bool:
-    """Whether `path` is a pipe or a device: written to, and never replaced by a file."""
-    try:
-        return not stat.S_ISREG(path.stat().st_mode)
-    except FileNotFoundError:
-        return False
-
-
-def write_json(args: argparse.Namespace, command: str, document: dict[str, Any]) -> None:
-    """Write the command's document where ``--json`` says, whole or not at all."""
-    target = getattr(args, "json", None)
-    if target is None:
-        return
-    whole = _finite({"schema": SCHEMA, "command": command, **document})
-    text = json.dumps(whole, indent=2, allow_nan=False) + "\n"
-    if target == "-":
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        return
-    write_file(Path(target), text, "--json")
-
-
-def _finite(value: Any) -> Any:
-    """`value` with null for NaN and infinities, which JSON has no words for."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_file(path: Path, text: str, option: str) -> None:
-    """Write `text` to `path` by way of a temporary file beside it."""
-    try:
-        if _is_device(path):
-            path.write_text(text, encoding="utf-8")
-            return
-        target = path.resolve()  # what a link names is replaced, not the link
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".zf-profile.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, target)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        raise UserError(f"{option} {path}: {error.strerror or error}") from None
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import TYPE_CHECKING, Any
 
-from zf_profile import console
+from zf_profile import console, output
 from zf_profile.console import Exit, UserError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="where the pages lie and the reference backend runs (default cpu)",
     )
-    console.add_json_option(parser)
+    output.add_json_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     whole = census.totals(parts, stored)
     capacity = _capacity(models["qwen2.5-coder-1.5b"])
     _print(args, parts, whole, attention, capacity)
-    console.write_json(
+    output.write_json(
         args,
         "demo",
         {

@@ -10,7 +10,7 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
-from zf_profile import console
+from zf_profile import console, output
 from zf_profile.console import Exit
 from zf_profile.environment import version
 
@@ -47,7 +47,7 @@ IMPORT_SECONDS = 120
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    console.add_json_option(parser)
+    output.add_json_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         _ability("running kernels", compiles and good["gpu"], "needs an SM90 GPU as well"),
     ]
     _print(args, checks, abilities)
-    console.write_json(args, "doctor", {"checks": checks, "can_run": abilities})
+    output.write_json(args, "doctor", {"checks": checks, "can_run": abilities})
     return Exit.DONE if reference and compiles else Exit.NO
 
 

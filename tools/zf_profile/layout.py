@@ -9,7 +9,7 @@ from zf_layouts import draw, draw_svg
 from zf_layouts.block import MAX_EXCEPTIONS
 from zf_layouts.fragment import LANES
 from zf_layouts.page import HEAD_DIMS, PAGE_SIZES, ROPES, SPAN_LIMIT, PageLayout
-from zf_profile import console
+from zf_profile import console, output
 from zf_profile.console import Exit, UserError
 
 SUMMARY = "show where the values and bytes of a page lie"
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--svg", metavar="FILE", help="also write the picture to FILE as SVG (default: no file)"
     )
-    console.add_json_option(parser)
+    output.add_json_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     if args.svg is not None:
         _check_svg_target(args)
         picture = draw_svg.svg(args.what, layout, args.lane)
-        console.write_file(Path(args.svg), picture, "--svg")
+        output.write_file(Path(args.svg), picture, "--svg")
         console.stderr(args).print(f"wrote {args.svg}", markup=False, soft_wrap=True)
     _print(args, layout)
     document = {
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         "lane": args.lane,
         "values": draw.records(args.what, layout, args.lane),
     }
-    console.write_json(args, "layout", document)
+    output.write_json(args, "layout", document)
     return Exit.DONE
 
 

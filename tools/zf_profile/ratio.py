@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from zf_layouts import BLOCK_VALUES, PAGE_SIZES, ROPES, PageLayout
 from zf_layouts.block import RAW
-from zf_profile import console
+from zf_profile import console, output
 from zf_profile.console import Exit, UserError
 from zf_profile.kvfile import LAYOUTS, KVTensor, open_kv, pairs
 
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="values outside its window that a compressed block may have (default 4; 0 is the "
         "ZipFusion paper's format)",
     )
-    console.add_json_option(parser)
+    output.add_json_option(parser)
 
 
 @dataclass
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         "totals": whole,
     }
     _print(args, parts, whole, [(name, m.exponents) for name, m in measured.items()])
-    console.write_json(args, "ratio", document)
+    output.write_json(args, "ratio", document)
     return Exit.DONE if whole["bitwise_equal"] else Exit.NO
 
 
