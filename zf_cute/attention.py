@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Literal, overload
 
 import torch
@@ -16,6 +16,18 @@ from zf_cute.pages import LayerPages
 
 MAX_QUERY_TOKENS = 8
 """Most query tokens of one request in a run (speculative decoding)."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What plan() was told."""
+
+    block_table: Tensor
+    seq_lens: Tensor
+    q_len: int
+    sm_scale: float | None
+    window_left: int
+    logits_soft_cap: float
 
 
 class BatchAttention:
@@ -59,6 +71,8 @@ class BatchAttention:
         """Check the parameters; nothing is planned yet."""
         if isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1:
             raise UnsupportedError(f"max_batch={max_batch!r} must be an int of at least 1")
+        if not isinstance(shape, KVShape):
+            raise ArgumentError(f"shape is a {type(shape).__name__}; a KVShape is wanted")
         if backend not in ("auto", "reference"):
             raise UnsupportedError(f"backend={backend!r}: choose 'auto' or 'reference'")
         if compute_dtype not in (torch.float32, torch.float64):
@@ -69,8 +83,7 @@ class BatchAttention:
         self.device = torch.empty(0, device=device).device
         self.backend: Literal["reference"] = "reference"
         self.compute_dtype = compute_dtype
-        self._block_table: Tensor | None = None
-        self._seq_lens: Tensor | None = None
+        self._plan: _Plan | None = None
 
     def plan(
         self,
@@ -93,10 +106,12 @@ class BatchAttention:
             past a request's length are not read.
         seq_lens : Tensor
             [batch] int32 tokens of each request in the cache, the query tokens included, on the
-            device.  0 is allowed: such a request gets output 0 and LSE -inf.
+            device.  0 is allowed: such a request gets output 0 and LSE -inf.  All of these tokens
+            must have been appended: a slot that was not holds anything, NaN included.
         q_len : int
             Query tokens of each request, 1 (default) to 8.  Token i is at position
-            ``seq_len - q_len + i`` and sees the tokens up to its own (causal).
+            ``seq_len - q_len + i`` and sees the tokens up to its own (causal); one before position
+            0 sees none.
         sm_scale : float, optional
             Factor of the scores; ``head_dim ** -0.5`` by default.
         window_left : int
@@ -134,10 +149,7 @@ class BatchAttention:
         if soft_cap < 0:
             raise ArgumentError(f"logits_soft_cap={logits_soft_cap} is below 0 (0 is no cap)")
         scale = None if sm_scale is None else _finite("sm_scale", sm_scale)
-        self._block_table, self._seq_lens = block_table, seq_lens
-        self._q_len = q_len
-        self._sm_scale, self._window_left = scale, window_left
-        self._logits_soft_cap = soft_cap
+        self._plan = _Plan(block_table, seq_lens, q_len, scale, window_left, soft_cap)
 
     @overload
     def run(
@@ -209,18 +221,19 @@ class BatchAttention:
         FormatError
             If a page's bytes are none that a writer makes (reference backend).
         """
-        if self._block_table is None or self._seq_lens is None:
+        plan = self._plan
+        if plan is None:
             raise ArgumentError("nothing is planned: call plan(block_table, seq_lens) first")
-        want = self._check_inputs(q, kv, sinks)
+        want = self._check_inputs(plan, q, kv, sinks)
         _check_outputs(q, out, lse)
         got_out, got_lse = reference.attention(
             q.reshape(want),
             kv,
-            self._block_table,
-            self._seq_lens,
-            sm_scale=self._sm_scale,
-            window_left=self._window_left,
-            logits_soft_cap=self._logits_soft_cap,
+            plan.block_table,
+            plan.seq_lens,
+            sm_scale=plan.sm_scale,
+            window_left=plan.window_left,
+            logits_soft_cap=plan.logits_soft_cap,
             sinks=sinks,
             compute_dtype=self.compute_dtype,
         )
@@ -233,21 +246,19 @@ class BatchAttention:
         return (out, lse) if return_lse else out
 
     def _check_inputs(
-        self, q: Tensor, kv: LayerPages, sinks: Tensor | None
+        self, plan: _Plan, q: Tensor, kv: LayerPages, sinks: Tensor | None
     ) -> tuple[int, int, int, int]:
         """Check run's inputs against the plan; returns [batch, q_len, num_qo_heads, head_dim]."""
-        assert self._block_table is not None
-        assert self._seq_lens is not None
-        batch, heads = len(self._seq_lens), (self.shape.num_qo_heads, self.shape.head_dim)
-        if self._block_table.shape[:1] != (batch,):
+        batch, heads = len(plan.seq_lens), (self.shape.num_qo_heads, self.shape.head_dim)
+        if len(plan.block_table) != batch:
             raise ArgumentError("the planned block_table or seq_lens was resized: plan again")
         check_tensor("q", q)
         if not isinstance(kv, LayerPages):
             raise ArgumentError(f"kv is a {type(kv).__name__}; pass store.layer(i)")
-        want = (batch, self._q_len, *heads)
+        want = (batch, plan.q_len, *heads)
         if q.dtype != torch.bfloat16:
             raise UnsupportedError(f"q is {q.dtype}; bfloat16 is supported")
-        if tuple(q.shape) != want and not (self._q_len == 1 and tuple(q.shape) == (batch, *heads)):
+        if tuple(q.shape) != want and not (plan.q_len == 1 and tuple(q.shape) == (batch, *heads)):
             raise ArgumentError(f"q has shape {tuple(q.shape)}; the plan wants {want}")
         if q.device != self.device:
             raise ArgumentError(f"q is on {q.device} and the attention on {self.device}")

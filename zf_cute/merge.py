@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from zf_cute.checks import check_tensor
 from zf_cute.errors import ArgumentError
 
 
@@ -40,8 +41,10 @@ def merge_state(
     ----------
     FlashInfer's merge_state, whose LSE has base 2.
     """
+    for name, x in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        check_tensor(name, x)
     if base not in ("e", "2"):
-        raise ArgumentError(f"base={base!r}: choose 'e' or '2'")
+        raise ArgumentError(f"base={base!r}: choose 'e' or '2' (strings)")
     fits = out_a.dim() and out_a.shape == out_b.shape
     if not fits or not out_a.shape[:-1] == lse_a.shape == lse_b.shape:
         raise ArgumentError(

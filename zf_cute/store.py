@@ -32,7 +32,7 @@ from zf_layouts.page import SPAN_ALIGNMENT
 PageIds: TypeAlias = "Tensor | Iterable[int] | int"
 """Page ids: an integer tensor on any device, an iterable of ints, or one int."""
 
-_VALUES_AT_ONCE = 1 << 23
+_VALUES_AT_ONCE = 1 << 22
 """Values sealed at a time: bounds the working memory to about 200 MB."""
 
 
@@ -72,6 +72,8 @@ class PageStore:
         self, shape: KVShape, num_pages: int, *, device: str | torch.device = "cpu"
     ) -> None:
         """Allocate the pool and write the metadata of empty raw pages."""
+        if not isinstance(shape, KVShape):
+            raise ArgumentError(f"shape is a {type(shape).__name__}; a KVShape is wanted")
         if isinstance(num_pages, bool) or not isinstance(num_pages, int) or num_pages < 1:
             raise UnsupportedError(f"num_pages={num_pages!r} must be an int of at least 1")
         layout = shape.layout

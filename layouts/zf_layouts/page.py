@@ -9,7 +9,7 @@ block raw, so its places are known beforehand and new tokens can be written stra
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -89,7 +89,7 @@ class PageLayout:
     page_size: int = 16
     rope: Rope = "half"
     max_exceptions: int = MAX_EXCEPTIONS
-    heads_per_span: int = field(default=0)
+    heads_per_span: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what the format cannot hold, and settle heads_per_span."""

@@ -114,8 +114,8 @@ def test_help_is_quick():
         ("--jsn", "unrecognized arguments: --jsn"),
         ("demo --jsn -", "unrecognized arguments: --jsn -; did you mean '--json'?"),
         ("ratio x.pt --page-sise=16", "did you mean '--page-size'?"),
-        ("ratio x.pt --layout bthd", "invalid choice 'bthd'; did you mean 'thd'?"),
-        ("ratio x.pt --layout bhdt", "invalid choice 'bhdt'; did you mean 'bhtd'?"),
+        ("ratio x.pt --layout thdd", "invalid choice 'thdd'; did you mean 'thd'?"),
+        ("ratio x.pt --layout bhtdd", "invalid choice 'bhtdd'; did you mean 'bhtd'?"),
         ("ratio x.pt --rope interleavd", "did you mean 'interleaved'?"),
         ("ratio x.pt --page-size 17", "invalid choice 17 (choose from 16, 32, 64)"),
         ("ratio x.pt --page-size many", "invalid int value: 'many'"),
@@ -151,7 +151,11 @@ def test_help_ends_with_examples(tool, name):
 
 
 # ---- Ctrl-C, pipes, full disks -------------------------------------------------------------------
-NOTE = "note: 2 sequences end in a partly filled page of 16 tokens, which stays raw\n"
+NOTES = (
+    "note: k and 1 more: [16008, 8, 128] as thd: 16008 tokens, 8 KV heads, head_dim 128\n"
+    "note: 2 sequences end in a partly filled page of 16 tokens, which stays raw: 64 of the raw "
+    "blocks\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -172,14 +176,14 @@ def test_interrupt(tmp_path, name, seconds):
         preexec_fn=interruptible,
     )
     if seconds is None:
-        assert process.stderr.readline() == NOTE
+        assert process.stderr.readline() + process.stderr.readline() == NOTES
     else:
         time.sleep(seconds)
     assert process.poll() is None, "it was over before it could be interrupted"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (130, "")
-    assert err.removeprefix(NOTE) == "zf-profile: interrupted\n"
+    assert err.removeprefix(NOTES) == "zf-profile: interrupted\n"
     assert list(tmp_path.iterdir()) == [big]
 
 
@@ -197,9 +201,9 @@ def test_interrupt_of_an_import_that_swallows_it(tmp_path):
         "import signal, sys\n"
         "from zf_profile import console\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
-        "console.load('json')\n"
+        "console.import_interruptibly('json')\n"
         "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
-        "console.load('swallows')\n"
+        "console.import_interruptibly('swallows')\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -283,7 +287,9 @@ def test_pipes_are_clean(small):
     assert ran.code == 0
     assert ESCAPE not in ran.out + ran.err
     assert ran.err == (
-        "note: 2 sequences end in a partly filled page of 16 tokens, which stays raw\n"
+        "note: k and 1 more: [40, 2, 64] as thd: 40 tokens, 2 KV heads, head_dim 64\n"
+        "note: 2 sequences end in a partly filled page of 16 tokens, which stays raw: 8 of the raw "
+        "blocks\n"
     )
 
 

@@ -758,7 +758,7 @@ def _round(store: PageStore, seed: int) -> None:
     store.append(0, k, v, torch.arange(16))
     store.seal(0, 0)
     for read, given in zip(store.read(0, 0), (k, v), strict=True):
-        same_bits(read, given)
+        assert same_bits(read, given)
     store.clear(0, 0)
 
 
@@ -785,7 +785,7 @@ def test_the_default_device_is_not_asked() -> None:
     store.append(0, x, x, torch.arange(16))
     with torch.device("meta"):
         store.seal(0, 0)
-    same_bits(store.read(0, 0)[0], x)
+    assert same_bits(store.read(0, 0)[0], x)
 
 
 def test_values_that_lie_in_the_pool_are_read_before_it_is_written() -> None:
@@ -795,7 +795,7 @@ def test_values_that_lie_in_the_pool_are_read_before_it_is_written() -> None:
     v = store.pool.view(torch.bfloat16)[64 : 64 + k.numel()].view(k.shape)
     before = v.clone()
     store.append(0, k, v, torch.arange(16))
-    same_bits(store.read(0, 0)[1], before)
+    assert same_bits(store.read(0, 0)[1], before)
 
 
 def test_fake_tensors_leave_nothing_behind() -> None:

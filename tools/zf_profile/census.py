@@ -113,11 +113,9 @@ def aligned_bytes(span_bytes: Tensor) -> int:
 
 def tensor_table(parts: Iterable[Census], whole: dict[str, Any]) -> Table:
     """Table of tensors with a line of totals."""
-    from rich.table import Table
-
-    table = Table(title="Blocks of 512 values, by how they are stored")
-    table.add_column("tensor", overflow="fold")
-    for name in ("blocks", "compressed", "exceptions", "raw", "bits/value", "bit-exact"):
+    table = console.new_table("Blocks of 512 values, by how they are stored; bits per value")
+    table.add_column("tensor")
+    for name in ("blocks", *(kind.name for kind in KINDS), "bits", "exact"):
         table.add_column(name, justify="right")
     for part in parts:
         table.add_row(*_cells(part.record()))
@@ -132,7 +130,7 @@ def _cells(record: dict[str, Any]) -> list[str | Text]:
     counts = [str(record[key]) for key in ("blocks", *(kind.name for kind in KINDS))]
     equal = "yes" if record["bitwise_equal"] else "[red]NO[/red]"
     # Text, not str: a name may look like rich's markup.
-    name = Text(console.shown(record["name"]))
+    name = Text(console.printable(record["name"]))
     return [name, *counts, f"{record['bits_per_value']:.3f}", equal]
 
 

@@ -12,11 +12,10 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import NoReturn
 
 from zf_cute.errors import ZfError
-from zf_profile import console, demo, doctor, layout, output, ratio
+from zf_profile import console, demo, doctor, environment, layout, output, ratio
 from zf_profile.console import Exit, UserError
 
 COMMANDS = {"demo": demo, "ratio": ratio, "layout": layout, "doctor": doctor}
@@ -54,16 +53,9 @@ class _Parser(argparse.ArgumentParser):
             options = [o for action in self._actions for o in action.option_strings]
             word = message[len(prefix) :].split()[0].split("=")[0]
             message += console.did_you_mean(word, options)
-        print(console.shown(f"{self.prog}: error: {message}"), file=sys.stderr)
+        print(console.printable(f"{self.prog}: error: {message}"), file=sys.stderr)
         print(f"try '{self.prog} --help'", file=sys.stderr)
         raise SystemExit(Exit.USAGE)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("zf_cute")
-    except metadata.PackageNotFoundError:
-        return "from a checkout that is not installed"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -124,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return Exit.DONE
         place = f"{error.filename}: " if error.filename else ""
         message = f"zf-profile: error: {place}{error.strerror or error}"
-        print(console.shown(message), file=sys.stderr)
+        print(console.printable(message), file=sys.stderr)
         return Exit.USAGE
 
 
@@ -132,7 +124,8 @@ def _main(argv: Sequence[str] | None) -> int:
     top = parser()
     args, unknown = top.parse_known_args(argv)
     if args.version:
-        print(f"zf-profile {_version()}")
+        installed = environment.version("zf_cute")
+        print(f"zf-profile {installed or 'from a checkout that is not installed'}")
         return Exit.DONE
     if unknown:
         getattr(args, "parser", top).error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -153,7 +146,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _complain(command: str, message: str) -> None:
-    print(console.shown(f"zf-profile {command}: error: {message}"), file=sys.stderr)
+    print(console.printable(f"zf-profile {command}: error: {message}"), file=sys.stderr)
 
 
 if __name__ == "__main__":

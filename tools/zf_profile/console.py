@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 class Exit(enum.IntEnum):
@@ -77,14 +78,14 @@ def _plain(args: argparse.Namespace) -> bool:
     return not getattr(args, "color", True) or bool(os.environ.get("NO_COLOR"))
 
 
-def shown(text: str) -> str:
+def printable(text: str) -> str:
     """`text` with what is no printable character escaped, so that a name cannot move the cursor."""
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
     )
 
 
-def load(*modules: str) -> None:
+def import_interruptibly(*modules: str) -> None:
     """Import heavy packages, so that Ctrl-C leaves at once.
 
     A KeyboardInterrupt inside their imports may be swallowed there, or abort the process in code
@@ -107,6 +108,61 @@ def load(*modules: str) -> None:
     finally:
         if usual:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def note(args: argparse.Namespace, text: str) -> None:
+    """Print a line on stderr, its text taken literally."""
+    from rich.text import Text
+
+    # A pipe gets whole lines, a terminal gets them wrapped.
+    stderr(args).print(Text(f"note: {printable(text)}"), soft_wrap=not sys.stderr.isatty())
+
+
+def new_table(title: str) -> Table:
+    """Empty table in the tool's style: no frame, so that most fit 80 columns."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    return Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False
+    )
+
+
+def fits(out: Console, table: Table) -> bool:
+    """Whether the console is wide enough to show the whole table."""
+    from rich.measure import Measurement
+
+    wide = out.options.update(max_width=10_000)
+    return Measurement.get(out, wide, table).maximum <= out.width
+
+
+def print_table(out: Console, table: Table) -> None:
+    """Print a table, or its rows as lines where the terminal is too narrow to show all of it."""
+    from rich.text import Text
+
+    if fits(out, table):
+        out.print(table)
+        return
+    names = [str(column.header) for column in table.columns]
+    out.print(Text(str(table.title or ""), style="italic"))
+    for first, *cells in zip(*(column.cells for column in table.columns), strict=True):
+        line = Text.assemble(Text.from_markup(first) if isinstance(first, str) else first, ": ")
+        for i, (name, cell) in enumerate(zip(names[1:], cells, strict=True)):
+            value = Text.from_markup(cell) if isinstance(cell, str) else cell
+            if value.plain:
+                line.append(", " if i else "").append(f"{name} " if name else "")
+                line.append_text(value)
+        out.print(line, overflow="fold")
+
+
+def bars(out: Console) -> str:
+    """Characters of rising height that the stream can show, the first for nothing."""
+    levels = " ▁▂▃▄▅▆▇█"
+    try:
+        levels.encode(out.encoding)
+    except (UnicodeEncodeError, LookupError):
+        return " .:-=+*%#"
+    return levels
 
 
 @contextmanager

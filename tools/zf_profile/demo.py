@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; returns the exit code."""
-    console.load("torch", "safetensors.torch", "zf_cute.reference")
+    console.import_interruptibly("torch", "safetensors.torch", "zf_cute.reference")
     import torch
 
     from zf_profile import census, environment, sample
@@ -238,8 +238,6 @@ def _print(
     attention: list[dict[str, Any]],
     capacity: dict[str, Any],
 ) -> None:
-    from rich.table import Table
-
     from zf_profile.census import tensor_table
 
     out = console.stdout(args)
@@ -247,12 +245,14 @@ def _print(
         "Keys, values and queries of two trained models, 512 tokens, through the reference "
         f"backend on {args.device}\n"
     )
-    out.print(tensor_table(parts, whole))
+    console.print_table(out, tensor_table(parts, whole))
     out.print(
         f"stored / BF16: {whole['ratio']:.4f} with all metadata, {whole['stored_ratio']:.4f} with "
         "spans aligned to 128 bytes too (2 and 3 KV heads a page here; more heads lose less)\n"
     )
-    table = Table(title="Decode attention over the compressed pages: max |error| against float64")
+    table = console.new_table(
+        "Decode attention over the compressed pages: max |error| against float64"
+    )
     table.add_column("layer")
     for name in ("requests", "zf_cute", "BF16 torch", "within bound"):
         table.add_column(name, justify="right")
@@ -264,13 +264,18 @@ def _print(
             f"{entry['bf16_torch_max_abs_err']:.2e}",
             "yes" if entry["ok"] else "[red]NO[/red]",
         )
-    out.print(table)
-    out.print("bound: twice BF16 torch, and one BF16 ulp of the largest output\n")
+    console.print_table(out, table)
+    out.print(
+        "BF16 torch: the same formula in torch with BF16 inputs, P rounded to BF16 and FP32 sums.  "
+        "Bound: twice its error, and one BF16 ulp of the largest output.\n"
+    )
     prefix, new = capacity["prefix_tokens"], capacity["new_tokens"]
-    table = Table(title=f"What fits: requests of {prefix} + {new} tokens (new tokens raw)")
+    table = console.new_table(
+        f"What fits: requests of {prefix} + {new} tokens, in BF16 and with zf_cute"
+    )
     for name in ("model", "GPU"):
         table.add_column(name)
-    for name in ("requests, BF16", "zf_cute", "tokens, BF16", "zf_cute", "tokens gained"):
+    for name in ("requests", "zf_cute", "tokens", "zf_cute", "gain"):
         table.add_column(name, justify="right")
     for case in capacity["cases"]:
         before, after = case["uncompressed"], case["compressed"]
@@ -283,7 +288,7 @@ def _print(
             f"{after['tokens']:,.0f}",
             f"{case['token_gain']:.3f}x",
         )
-    out.print(table)
+    console.print_table(out, table)
     out.print(capacity["formula"])
     out.print(f"Ratio from {capacity['source']}.\nAssumed: {capacity['assumption']}.")
     out.print(

@@ -64,7 +64,11 @@ def run(args: argparse.Namespace) -> int:
         _ability(
             "compiling kernels for sm_90a", compiles, "needs no GPU; this version has none yet"
         ),
-        _ability("running kernels", compiles and good["gpu"], "needs an SM90 GPU as well"),
+        _ability(
+            "running kernels",
+            compiles and good["gpu"],
+            "needs an SM90 GPU as well; this version has none",
+        ),
     ]
     _print(args, checks, abilities)
     output.write_json(args, "doctor", {"checks": checks, "can_run": abilities})
@@ -140,7 +144,7 @@ def _peer(distribution: str) -> dict[str, Any]:
 
 def _gpu() -> dict[str, Any]:
     try:
-        console.load("torch")
+        console.import_interruptibly("torch")
         import torch
     except Exception:  # a broken install raises OSError or RuntimeError too
         return _check("gpu", False, None, "torch is needed to look for one")
@@ -180,7 +184,6 @@ def _print(
     args: argparse.Namespace, checks: list[dict[str, Any]], abilities: list[dict[str, Any]]
 ) -> None:
     try:
-        from rich.table import Table
         from rich.text import Text
     except ImportError:
         if args.json == "-":
@@ -190,7 +193,7 @@ def _print(
         return
     out = console.stdout(args)
 
-    table = Table(title="What is here")
+    table = console.new_table("What is here")
     table.add_column("what")
     table.add_column("", no_wrap=True)
     table.add_column("found")
@@ -198,14 +201,14 @@ def _print(
     for check in checks:
         mark = "[green]ok[/green]" if check["ok"] else "[yellow]no[/yellow]"
         # Text, not str: what an import says may look like rich's markup.
-        cells = (Text(console.shown(text)) for text in (check["found"] or "-", check["remedy"]))
+        cells = (Text(console.printable(text)) for text in (check["found"] or "-", check["remedy"]))
         table.add_row(check["name"], mark, *cells)
-    out.print(table)
-    table = Table(title="What can run here")
+    console.print_table(out, table)
+    table = console.new_table("What can run here")
     table.add_column("what")
     table.add_column("", no_wrap=True)
     table.add_column("note")
     for ability in abilities:
         mark = "[green]yes[/green]" if ability["ok"] else "[yellow]no[/yellow]"
         table.add_row(ability["name"], mark, ability["note"])
-    out.print(table)
+    console.print_table(out, table)

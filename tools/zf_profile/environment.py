@@ -1,4 +1,4 @@
-"""Where a result was made: versions, GPU and git commit, for every JSON document."""
+"""Where a result was made: versions, GPU and git commit, for the JSON documents of results."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zf_layouts import HEAD_DIMS, PARTS, Part
-from zf_profile.console import UserError, load, shown
+from zf_profile.console import UserError, import_interruptibly
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,12 +23,17 @@ MOST_NESTED = 50
 LAYOUTS = {
     "thd": "[tokens, kv_heads, head_dim]",
     "htd": "[kv_heads, tokens, head_dim]",
-    "bhtd": "[batch, kv_heads, tokens, head_dim]",
+    "bhtd": "[batch, kv_heads, tokens, head_dim], as transformers keeps caches",
+    "bthd": "[batch, tokens, kv_heads, head_dim]",
 }
+USUAL_LAYOUTS = {3: "thd", 4: "bhtd"}
+"""Layout by the number of axes, where the user names none."""
+
 _TO_BTHD: dict[str, Callable[[Tensor], Tensor]] = {
     "thd": lambda x: x[None],
     "htd": lambda x: x.transpose(0, 1)[None],
     "bhtd": lambda x: x.transpose(1, 2),
+    "bthd": lambda x: x,
 }
 _WORDS: dict[Part, frozenset[str]] = {
     "k": frozenset({"k", "key", "keys", "k_cache", "key_cache", "key_states"}),
@@ -52,6 +57,8 @@ class KVTensor:
         Returns [batch, tokens, kv_heads, head_dim] bfloat16.
     shape : tuple of int
         The loaded shape.
+    reading : str
+        How the file's shape was understood, for people.
     """
 
     name: str
@@ -59,10 +66,11 @@ class KVTensor:
     stem: str
     load: Callable[[], Tensor]
     shape: tuple[int, ...]
+    reading: str
 
 
 def open_kv(
-    path: Path, layout: str, patterns: dict[Part, str | None]
+    path: Path, layout: str | None, patterns: dict[Part, str | None]
 ) -> tuple[list[KVTensor], list[str]]:
     """Find the K and V tensors of a file and check that the format can hold them.
 
@@ -70,8 +78,8 @@ def open_kv(
     ----------
     path : Path
         A .safetensors or .pt file.
-    layout : str
-        Order of axes: a key of LAYOUTS.
+    layout : str or None
+        Order of axes: a key of LAYOUTS; None goes by the number of axes (USUAL_LAYOUTS).
     patterns : dict
         For "k" and "v", a glob over tensor names, or None to go by usual names.
 
@@ -90,8 +98,10 @@ def open_kv(
     _check_file(path)
     kind = SUFFIXES.get(path.suffix.lower())
     if kind is None:
-        raise UserError(f"{path}: cannot tell the format; name it {', '.join(SUFFIXES)}")
-    load("torch", "safetensors.torch", "zf_cute.reference")
+        raise UserError(
+            f"{path}: not a {', '.join(SUFFIXES)} file; save the tensors as one of these"
+        )
+    import_interruptibly("torch", "safetensors.torch", "zf_cute.reference")
     found: dict[str, _Stored] = {}
     for name, stored in _safetensors(path) if kind == "safetensors" else _torch_file(path):
         if name in found:
@@ -113,7 +123,7 @@ def open_kv(
     if not tensors:
         raise UserError(
             f"{path}: no tensor is named like keys or values; {_listing(others)}.  "
-            "Say which are with --k 'GLOB' and --v 'GLOB'"
+            "Say which are with --k 'GLOB' and --v 'GLOB'; split a tensor that holds both"
         )
     return tensors, others
 
@@ -136,20 +146,16 @@ def pairs(tensors: list[KVTensor]) -> tuple[list[tuple[KVTensor, KVTensor]], str
 
     Returns the pairs and, where they are not all paired, an empty list and the reason.
     """
-    keys = [x for x in tensors if x.part == "k"]
-    values = [x for x in tensors if x.part == "v"]
-    by_stem = {x.stem: x for x in values}
-    if len(by_stem) == len(values) and {x.stem for x in keys} == by_stem.keys():
-        matched = [(k, by_stem[k.stem]) for k in keys]
-    else:
-        matched = list(zip(keys, values, strict=False))  # names tell nothing: by order
+    keys, values = ([x for x in tensors if x.part == part] for part in PARTS)
     if len(keys) != len(values):
         return [], f"{len(keys)} K and {len(values)} V tensors cannot be paired into pages"
-    for k, v in matched:
+    by_stem = {x.stem: x for x in values}
+    if len(by_stem) == len(values) and {x.stem for x in keys} == by_stem.keys():
+        values = [by_stem[k.stem] for k in keys]  # else names tell nothing: by order
+    for k, v in zip(keys, values, strict=True):
         if k.shape != v.shape:
-            names = f"{shown(k.name)} and {shown(v.name)}"
-            return [], f"{names} differ in shape, so they make no pages"
-    return matched, ""
+            return [], f"{k.name} and {v.name} differ in shape, so they make no pages"
+    return list(zip(keys, values, strict=True)), ""
 
 
 def _natural(name: str) -> list[Any]:
@@ -160,13 +166,13 @@ def _natural(name: str) -> list[Any]:
 
 def _part_of(name: str, patterns: dict[Part, str | None]) -> tuple[Part | None, str]:
     pieces = re.split(r"([/.\-]|_?\d+_?)", name)
-    for part in PARTS:
-        pattern = patterns[part]
-        if pattern is not None:
-            if fnmatchcase(name, pattern):
-                return part, _stem(pieces)
-        elif any(piece.lower() in _WORDS[part] for piece in pieces):
+    for part, pattern in patterns.items():
+        if pattern is not None and fnmatchcase(name, pattern):
             return part, _stem(pieces)
+    said = [part for piece in pieces for part in PARTS if piece.lower() in _WORDS[part]]
+    # The last word tells: "values.3.key" is a key.
+    if said and patterns[said[-1]] is None:
+        return said[-1], _stem(pieces)
     return None, ""
 
 
@@ -190,7 +196,7 @@ class _Stored(NamedTuple):
     form: str = ""
 
 
-def _checked(name: str, part: Part, stem: str, stored: _Stored, layout: str) -> KVTensor:
+def _checked(name: str, part: Part, stem: str, stored: _Stored, layout: str | None) -> KVTensor:
     dtype, shape, read, form = stored
     if dtype.lower() not in ("bf16", "bfloat16"):
         raise UserError(
@@ -200,10 +206,18 @@ def _checked(name: str, part: Part, stem: str, stored: _Stored, layout: str) -> 
         )
     if form:
         raise UserError(f"{name}: the tensor is {form}; save it as a plain (dense, strided) one")
+    layout = layout or USUAL_LAYOUTS.get(len(shape))
+    if layout is None:
+        raise UserError(
+            f"{name}: shape {list(shape)} has {len(shape)} axes; three or four are wanted: "
+            f"{'; '.join(f'{key} {axes}' for key, axes in LAYOUTS.items())}"
+        )
     if len(shape) != len(layout):
+        fitting = [key for key in LAYOUTS if len(key) == len(shape)]
+        hint = f"; for {len(shape)} axes: {' or '.join(fitting)}" if fitting else ""
         raise UserError(
             f"{name}: shape {list(shape)} has {len(shape)} axes, --layout {layout} means "
-            f"{LAYOUTS[layout]}; other layouts: {', '.join(x for x in LAYOUTS if x != layout)}"
+            f"{LAYOUTS[layout]}{hint}"
         )
     if 0 in shape:
         raise UserError(f"{name}: shape {list(shape)} holds no values")
@@ -215,13 +229,16 @@ def _checked(name: str, part: Part, stem: str, stored: _Stored, layout: str) -> 
             f"{name}: head_dim {head_dim} (last axis of --layout {layout}) is {why}not one of "
             f"{', '.join(map(str, HEAD_DIMS))}"
         )
-    return KVTensor(
-        name,
-        part,
-        stem,
-        lambda: _TO_BTHD[layout](read()),
-        (axis.get("b", 1), axis["t"], axis["h"], head_dim),
-    )
+    batch, tokens, heads = axis.get("b", 1), axis["t"], axis["h"]
+    reading = f"{list(shape)} as {layout}: {tokens} tokens, {heads} KV heads, head_dim {head_dim}"
+    if "b" in axis:
+        reading += f", batch {batch}"
+    if heads > tokens:
+        swapped = layout.replace("th", "ht") if "th" in layout else layout.replace("ht", "th")
+        reading += f" (more heads than tokens: is it --layout {swapped}?)"
+    to_bthd = _TO_BTHD[layout]
+    shape = (batch, tokens, heads, head_dim)
+    return KVTensor(name, part, stem, lambda: to_bthd(read()), shape, reading)
 
 
 def _safetensors(path: Path) -> Iterator[tuple[str, _Stored]]:
@@ -298,7 +315,8 @@ def _flatten(content: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Ten
     elif isinstance(content, (list, tuple)):
         # One (key, value) pair a layer is how caches are saved from transformers.
         pair = len(content) == 2 and all(isinstance(x, torch.Tensor) for x in content)
-        labels = PARTS if pair and name else [str(i) for i in range(len(content))]
+        named = _part_of(name, {"k": None, "v": None})[0]  # two layers of keys, or of values
+        labels = PARTS if pair and name and not named else [str(i) for i in range(len(content))]
         items = list(zip(labels, content, strict=True))
     else:
         return

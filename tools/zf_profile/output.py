@@ -83,14 +83,15 @@ def write_file(path: Path, text: str, option: str) -> None:
             path.write_text(text, encoding="utf-8")
             return
         target = path.resolve()  # what a link names is replaced, not the link
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".zf-profile.")
+        temporary = target.with_name(f".zf-profile.{os.getpid()}")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+            with temporary.open("x", encoding="utf-8") as file:
                 file.write(text)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, target)
+            if target.exists():
+                temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+            temporary.replace(target)
         except BaseException:
-            os.unlink(temporary)
+            temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
         raise UserError(f"{option} {path}: {error.strerror or error}") from None

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zf_layouts import BLOCK_VALUES, PAGE_SIZES, ROPES, PageLayout
+from zf_layouts import BLOCK_VALUES, PAGE_SIZES, PARTS, ROPES, PageLayout
 from zf_layouts.block import RAW
 from zf_profile import console, output
 from zf_profile.console import Exit, UserError
-from zf_profile.kvfile import LAYOUTS, KVTensor, open_kv, pairs
+from zf_profile.kvfile import LAYOUTS, USUAL_LAYOUTS, KVTensor, open_kv, pairs
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from torch import Tensor
 
     from zf_profile.census import Census, Exponents
@@ -23,23 +24,25 @@ SUMMARY = "what the format saves on your own keys and values"
 DESCRIPTION = """\
 Encode every full page of the K and V tensors in a file, decode it again, compare all bits, and
 say how the blocks are stored and why.  Needs no GPU.  A last page that is not full stays raw and
-is counted so, with all the bytes it takes.  Exit code 1 if any bit did not come back."""
+is counted whole on both sides of every ratio, as an uncompressed paged cache would hold it.
+Exit code 1 if any bit did not come back."""
 EXAMPLES = """\
 examples:
   zf-profile ratio cache.safetensors
-  zf-profile ratio cache.pt --layout bhtd --k '*.key' --v '*.value'
+  zf-profile ratio cache.pt --layout bthd --k '*.key' --v '*.value'
   zf-profile ratio cache.safetensors --max-exceptions 0 --json -"""
 
 _VALUES_AT_ONCE = 1 << 22
-"""Values encoded at a time: bounds the working memory to about 200 MB."""
+"""Values encoded at a time: bounds the working memory to about 130 MB."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("file", metavar="FILE", help=".safetensors or .pt file with BF16 tensors")
     meanings = "; ".join(f"{name} {axes}" for name, axes in LAYOUTS.items())
+    usual = ", ".join(f"{name} for {axes} axes" for axes, name in USUAL_LAYOUTS.items())
     parser.add_argument(
-        "--layout", choices=LAYOUTS, default="thd", help=f"order of axes (default thd): {meanings}"
+        "--layout", choices=LAYOUTS, help=f"order of axes (default {usual}): {meanings}"
     )
     for part, usual in (("k", "k, key, k_cache, ..."), ("v", "v, value, v_cache, ...")):
         parser.add_argument(
@@ -87,15 +90,8 @@ def run(args: argparse.Namespace) -> int:
     tensors, others = open_kv(Path(args.file), args.layout, {"k": args.k, "v": args.v})
     from zf_profile import census, environment
 
-    notes = console.stderr(args)
-    if others:
-        notes.print(f"note: {len(others)} other tensors ignored", style="dim")
-    partial = sum(x.shape[0] for x in tensors if x.shape[1] % args.page_size)
-    if partial:
-        notes.print(
-            f"note: {partial} sequences end in a partly filled page of {args.page_size} tokens, "
-            "which stays raw"
-        )
+    for note in _notes(tensors, others, args.page_size):
+        console.note(args, note)
     measured: dict[str, _Measured] = {}
     work = sum(_page_count(x, args.page_size) for x in tensors)
     with console.progress(args, "pages", work) as advance:
@@ -116,9 +112,38 @@ def run(args: argparse.Namespace) -> int:
         "tensors": [{**m.census.record(), **m.exponents.record()} for m in measured.values()],
         "totals": whole,
     }
-    _print(args, parts, whole, [(name, m.exponents) for name, m in measured.items()])
+    _print(args, measured, whole)
     output.write_json(args, "ratio", document)
     return Exit.DONE if whole["bitwise_equal"] else Exit.NO
+
+
+def _notes(tensors: list[KVTensor], others: list[str], page_size: int) -> list[str]:
+    """What a user should know about how the file was read."""
+    notes = []
+    by_reading: dict[str, list[str]] = {}
+    for tensor in tensors:
+        by_reading.setdefault(tensor.reading, []).append(tensor.name)
+    for reading, names in by_reading.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        notes.append(f"{names[0]}{more}: {reading}")
+    if others:
+        notes.append(f"{len(others)} other tensors ignored")
+    for part in PARTS:
+        if not any(tensor.part == part for tensor in tensors):
+            notes.append(f"no {part.upper()} tensors found (--{part} 'GLOB' names them)")
+    partial = [x for x in tensors if x.shape[1] % page_size]
+    if partial:
+        blocks = sum(x.shape[0] * x.shape[2] * x.shape[3] * page_size for x in partial)
+        notes.append(
+            f"{sum(x.shape[0] for x in partial)} sequences end in a partly filled page of "
+            f"{page_size} tokens, which stays raw: {blocks // BLOCK_VALUES} of the raw blocks"
+        )
+    if all(x.shape[1] < page_size for x in tensors):
+        notes.append(
+            f"no full page of {page_size} tokens: nothing was sealed, so this says nothing about "
+            "compression"
+        )
+    return notes
 
 
 def _check_apart(args: argparse.Namespace) -> None:
@@ -180,53 +205,58 @@ def _stored(k: KVTensor, of_k: _Measured, of_v: _Measured, args: argparse.Namesp
     return aligned_bytes(heads.view(-1, layout.spans, layout.heads_per_span).sum(2))
 
 
-def _print(
-    args: argparse.Namespace,
-    parts: list[Census],
-    whole: dict[str, Any],
-    exponents: list[tuple[str, Exponents]],
-) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
+def _print(args: argparse.Namespace, measured: dict[str, _Measured], whole: dict[str, Any]) -> None:
     from zf_profile.census import tensor_table
 
     out = console.stdout(args)
-    out.print(tensor_table(parts, whole))
-    table = Table(title="Exponent fields, and blocks by how many values lie outside their window")
-    table.add_column("tensor", overflow="fold", min_width=28)
-    for name in ("exponents", "bound", "0", "1", "2", "3", "4", ">4", "zeros"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("histogram", no_wrap=True)
-    for name, found in exponents:
-        met = [e for e, n in enumerate(found.histogram) if n]
-        table.add_row(
-            Text(console.shown(name)),
-            f"{met[0]}-{met[-1]}" if met else "",
-            f"{found.bound:.2f}" if found.bound is not None else "",
-            *map(str, found.outside),
-            str(found.zeros_only),
-            _sparkline(found.histogram),
-        )
-    out.print(table)
+    console.print_table(out, tensor_table((m.census for m in measured.values()), whole))
+    out.print()
+    exponents = {name: m.exponents for name, m in measured.items()}
+    table = _exponent_table(exponents, console.bars(out))
+    if not console.fits(out, table):
+        table = _exponent_table(exponents)
+    console.print_table(out, table)
     out.print(
-        "bound: 8 + H(exponent) bits a value.  zeros: blocks that would fit one window were it "
-        "not for values that are exactly 0.  The others outside have outliers."
+        "bound: 8 + H(exponent) bits a value.  0 to >4: blocks by values outside their window; "
+        "zeros: those of them that would fit were it not for values that are exactly 0.  "
+        "histogram (in wide terminals): how often each of 20 exponents occurs, from the one "
+        "named.\n"
     )
-    stored = whole["stored_ratio"]
     aligned = (
-        f"{stored:.4f} with spans aligned to 128 bytes"
-        if stored
-        else (f"not given with alignment: {whole['stored_ratio_reason']}")
+        f"{whole['stored_ratio']:.4f} with spans aligned to 128 bytes"
+        if whole["stored_ratio"] is not None
+        else f"not given with alignment: {console.printable(whole['stored_ratio_reason'])}"
     )
     out.print(f"ratio to BF16: {whole['ratio']:.4f} with metadata; {aligned}", markup=False)
 
 
-def _sparkline(histogram: list[int], width: int = 20) -> str:
+def _exponent_table(exponents: dict[str, Exponents], bars: str = "") -> Table:
+    """Table of exponents; with histograms if it is told what to draw them with."""
+    from rich.text import Text
+
+    table = console.new_table("Exponent fields, and blocks by values outside their window")
+    table.add_column("tensor")
+    for name in ("exponents", "bound", "0", "1", "2", "3", "4", ">4", "zeros"):
+        table.add_column(name, justify="right")
+    if bars:
+        table.add_column("histogram")
+    for name, found in exponents.items():
+        met = [e for e, n in enumerate(found.histogram) if n]
+        table.add_row(
+            Text(console.printable(name)),
+            f"{met[0]}-{met[-1]}" if met else "",
+            f"{found.bound:.2f}" if found.bound is not None else "",
+            *map(str, found.outside),
+            str(found.zeros_only),
+            *([_sparkline(found.histogram, bars)] if bars else []),
+        )
+    return table
+
+
+def _sparkline(histogram: list[int], bars: str, width: int = 20) -> str:
     """Histogram of the most used stretch of exponents, one character an exponent."""
     peak = max(range(256), key=lambda e: histogram[e])
     first = max(0, min(peak - width * 3 // 4, 256 - width))
     shown = histogram[first : first + width]
     most = max(shown) or 1
-    bars = " ▁▂▃▄▅▆▇█"
-    return f"{first:>3} " + "".join(bars[-(-8 * n // most)] for n in shown)
+    return f"{first:>3} " + "".join(bars[-(-(len(bars) - 1) * n // most)] for n in shown)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zf_cute.checks import check_tensor
 from zf_cute.errors import ArgumentError
 
 INT32_MAX = torch.iinfo(torch.int32).max
@@ -49,10 +50,14 @@ def block_table_from_csr(
         If the tables do not fit each other.
     """
     for name, x in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
+        check_tensor(name, x)
         if x.dtype not in (torch.int32, torch.int64) or x.dim() != 1:
             raise ArgumentError(
                 f"{name} is {x.dtype} with {x.dim()} dimensions; int32 or int64 with one is wanted"
             )
+    for name, number in (("page_size", page_size), ("max_pages", max_pages)):
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise ArgumentError(f"{name}={number!r} must be an int of at least 1")
     indptr, indices, last_page_len = indptr.long(), indices.long(), last_page_len.long()
     if last_page_len.shape != (indptr.numel() - 1,):
         raise ArgumentError(

@@ -20,29 +20,31 @@ ROW_BYTES = block.RAW_KIND.nbytes
 
 _OPS = IntegerOps(signed_word)
 _INVALID = len(KINDS)
+_PLANE_WORDS = (block.LOW_PLANE + block.CODE_PLANE) // 4
 
 
 @device_table
-def _table(name: str, device: torch.device) -> Tensor:
-    """Table over the 256 descriptors: kind (index into KINDS) or bytes (0 where none)."""
-    rows = []
-    for descriptor in range(256):
-        kind = block.kind_of(descriptor)
-        if name == "kind":
-            rows.append(KINDS.index(kind) if kind else _INVALID)
-        else:
-            rows.append(kind.nbytes if kind else 0)
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+def _kind_table(device: torch.device) -> Tensor:
+    """Index into KINDS by descriptor."""
+    kinds = (block.kind_of(descriptor) for descriptor in range(256))
+    return torch.tensor([KINDS.index(kind) if kind else _INVALID for kind in kinds], device=device)
+
+
+@device_table
+def _bytes_table(device: torch.device) -> Tensor:
+    """Stored bytes by descriptor."""
+    kinds = (block.kind_of(descriptor) for descriptor in range(256))
+    return torch.tensor([kind.nbytes if kind else 0 for kind in kinds], device=device)
 
 
 def block_kinds(descriptors: Tensor) -> Tensor:
     """Index into `KINDS` of each descriptor (int64); ``len(KINDS)`` where it names no kind."""
-    return _table("kind", descriptors.device)[descriptors.long()]
+    return _kind_table(descriptors.device)[descriptors.long()]
 
 
 def block_bytes(descriptors: Tensor) -> Tensor:
     """Stored bytes of each block (int64); 0 where the descriptor names no kind."""
-    return _table("bytes", descriptors.device)[descriptors.long()]
+    return _bytes_table(descriptors.device)[descriptors.long()]
 
 
 def outlier_counts(bits: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,7 +191,7 @@ def decode_blocks(descriptors: Tensor, rows: Tensor, max_exceptions: int) -> Ten
 def _rebuilt_words(data: Tensor, half_base: Tensor, max_exceptions: int) -> Tensor:
     """[blocks, 256] words of two values, from rows of 192 words (196 with exceptions)."""
     low, codes, entries = data.split(
-        [block.LOW_PLANE // 4, block.CODE_PLANE // 4, data.shape[1] - 192], 1
+        [block.LOW_PLANE // 4, block.CODE_PLANE // 4, data.shape[1] - _PLANE_WORDS], 1
     )
     _check_entries(entries, max_exceptions)
     low = low.view(-1, BLOCK_VALUES // FRAGMENT, 2)

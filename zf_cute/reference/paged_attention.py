@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -58,7 +57,7 @@ def attention(
         [num_qo_heads] score that joins each head's softmax without a value; finite, or -inf for
         none.
     compute_dtype : torch.dtype
-        float32 (default) or float64.
+        float32 (default) or float64: type of scores, softmax and results.
 
     Returns
     -------
@@ -87,38 +86,33 @@ def attention(
 
     lengths = seq_lens.tolist()
     first_pages = _first_pages(lengths, q_len, window_left, layout.page_size)
-    with _full_precision(q.device):
-        for requests, k_pages, v_pages, rows in _decoded(kv, block_table, lengths, first_pages):
-            for b, row in zip(requests, rows, strict=True):
-                offset = first_pages[b] * layout.page_size
-                k = k_pages[row].flatten(0, 1).to(compute_dtype)
-                v = v_pages[row].flatten(0, 1).to(compute_dtype)
-                for i in range(q_len):
-                    position = lengths[b] - q_len + i
-                    if position < 0:
-                        continue
-                    begin = max(0, position - window_left) if window_left >= 0 else 0
-                    seen = slice(begin - offset, position + 1 - offset)
-                    query = q[b, i].to(compute_dtype).view(-1, group, head_dim)
-                    scores = torch.einsum("hgd,thd->hgt", query, k[seen]) * scale
-                    if logits_soft_cap > 0:
-                        scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
-                    head_out, head_lse = _softmax_values(scores, v[seen], sink)
-                    out[b, i] = head_out.reshape(num_qo_heads, head_dim)
-                    lse[b, i] = head_lse.flatten()
+    for requests, k_pages, v_pages, rows in _decoded(kv, block_table, lengths, first_pages):
+        for b, row in zip(requests, rows, strict=True):
+            offset = first_pages[b] * layout.page_size
+            k, v = k_pages[row].flatten(0, 1), v_pages[row].flatten(0, 1)
+            for i in range(q_len):
+                position = lengths[b] - q_len + i
+                if position < 0:
+                    continue
+                begin = max(0, position - window_left) if window_left >= 0 else 0
+                seen = slice(begin - offset, position + 1 - offset)
+                query = q[b, i].reshape(-1, group, head_dim)
+                scores = _product("hgd,thd->hgt", query, k[seen], compute_dtype) * scale
+                if logits_soft_cap > 0:
+                    scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
+                head_out, head_lse = _softmax_values(scores, v[seen], sink)
+                out[b, i] = head_out.reshape(num_qo_heads, head_dim)
+                lse[b, i] = head_lse.flatten()
     return out, lse
 
 
-@contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
-    """Sums in compute_dtype, whatever autocast and TF32 settings the caller has."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+def _product(equation: str, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Einsum whose sums are exact to `dtype`.
+
+    In float64, since float32 products are rounded to TF32 or BF16 where the caller's autocast or
+    matmul precision says so.
+    """
+    return torch.einsum(equation, a.double(), b.double()).to(dtype)
 
 
 def _softmax_values(scores: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -130,7 +124,7 @@ def _softmax_values(scores: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Ten
     total = weights.sum(-1)
     if sink is not None:
         total = total + torch.exp(sink - top)
-    out = torch.einsum("hgt,thd->hgd", weights, v) / total[..., None]
+    out = _product("hgt,thd->hgd", weights, v, weights.dtype) / total[..., None]
     return out, top + torch.log(total)
 
 

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import wraps
-from typing import ParamSpec
 
 from torch import Tensor
 
-Key = ParamSpec("Key")
 
-
-def device_table(build: Callable[Key, Tensor]) -> Callable[Key, Tensor]:
+def device_table(build: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Keep what a function of hashable arguments returns.
 
     Only plain tensors are kept: a fake one, made while torch.compile traces, must not outlive it.
     """
-    made: dict[tuple[object, ...], Tensor] = {}
+    made: dict[tuple[Hashable, ...], Tensor] = {}
 
     @wraps(build)
-    def table(*args: Key.args, **kwargs: Key.kwargs) -> Tensor:
-        key = (*args, *sorted(kwargs.items()))
-        found = made.get(key)
+    def table(*args: Hashable) -> Tensor:
+        found = made.get(args)
         if found is None:
-            found = build(*args, **kwargs)
+            found = build(*args)
             if type(found) is Tensor:
-                made[key] = found
+                made[args] = found
         return found
 
     return table
