@@ -9,11 +9,12 @@ from zf_profile.models import Model
 
 FORMULA = """\
 budget   = {fraction:g} x GPU bytes - weights
-BF16     = ({prefix} + {new}) tokens x token bytes                              a request
-zf_cute  = {prefix} tokens x token bytes x {sealed:.4f} + {new} x token bytes x {raw:.4f}
-requests = floor(budget / bytes a request);  tokens = budget / bytes a request x {total}
-{sealed:.4f}: a sealed page over BF16, metadata, alignment and place table in; {raw:.4f}: a raw one.
-The {new} new tokens are counted raw.  Activations and workspace are counted on neither side."""
+BF16     = ({prefix} + {new}) tokens x token bytes
+zf_cute  = ({prefix} x {sealed:.4f} + {new} x {raw:.4f}) tokens x token bytes
+requests = floor(budget / bytes),  tokens = {total} x budget / bytes
+{sealed:.4f}: sealed page over BF16, with its metadata, alignment and places
+{raw:.4f}: raw page over BF16, as the {new} new tokens are counted
+Activations and workspace are counted on neither side."""
 
 
 @dataclass(frozen=True)

@@ -250,9 +250,7 @@ def _print(
         f"stored / BF16: {whole['ratio']:.4f} with all metadata, {whole['stored_ratio']:.4f} with "
         "spans aligned to 128 bytes too (2 and 3 KV heads a page here; more heads lose less)\n"
     )
-    table = console.new_table(
-        "Decode attention over the compressed pages: max |error| against float64"
-    )
+    table = console.new_table("Decode attention over the sealed pages: max |error| against float64")
     table.add_column("layer")
     for name in ("requests", "zf_cute", "BF16 torch", "within bound"):
         table.add_column(name, justify="right")
@@ -270,9 +268,7 @@ def _print(
         "Bound: twice its error, and one BF16 ulp of the largest output.\n"
     )
     prefix, new = capacity["prefix_tokens"], capacity["new_tokens"]
-    table = console.new_table(
-        f"What fits: requests of {prefix} + {new} tokens, in BF16 and with zf_cute"
-    )
+    table = console.new_table(f"Requests of {prefix} + {new} tokens that fit: BF16, and zf_cute")
     for name in ("model", "GPU"):
         table.add_column(name)
     for name in ("requests", "zf_cute", "tokens", "zf_cute", "gain"):
@@ -289,6 +285,7 @@ def _print(
             f"{case['token_gain']:.3f}x",
         )
     console.print_table(out, table)
+    out.print()
     out.print(capacity["formula"])
     out.print(f"Ratio from {capacity['source']}.\nAssumed: {capacity['assumption']}.")
     out.print(
