@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -210,3 +211,14 @@ def test_cuda_without_a_gpu(tool, tmp_path):
     assert ran.err.startswith("zf-profile demo: error: --device cuda: torch finds no usable GPU")
     assert len(ran.err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_commit_is_named(monkeypatch):
+    """From the checkout, or by the environment where the files are a copy without history."""
+    from zf_profile import environment
+
+    monkeypatch.delenv("ZF_COMMIT", raising=False)
+    found = environment.git_commit()
+    assert found is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", found)
+    monkeypatch.setenv("ZF_COMMIT", "0123abc")
+    assert environment.git_commit() == "0123abc"

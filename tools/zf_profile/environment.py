@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -27,7 +28,12 @@ def version(distribution: str) -> str | None:
 
 
 def git_commit() -> str | None:
-    """Commit of the checkout this runs from, with ``-dirty`` if it was changed, or None."""
+    """Commit of the checkout this runs from, with ``-dirty`` if it was changed, or None.
+
+    The environment variable ``ZF_COMMIT`` names it where the files are a copy without history.
+    """
+    if os.environ.get("ZF_COMMIT"):
+        return os.environ["ZF_COMMIT"]
     here = Path(__file__).resolve().parent
     command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
