@@ -77,10 +77,9 @@ class BatchAttention:
             raise UnsupportedError(f"backend={backend!r}: choose 'auto' or 'reference'")
         if compute_dtype not in (torch.float32, torch.float64):
             raise UnsupportedError(f"compute_dtype={compute_dtype}: float32 or float64")
-        check_device(device)
+        self.device = check_device(device)
         self.shape = shape
         self.max_batch = max_batch
-        self.device = torch.empty(0, device=device).device
         self.backend: Literal["reference"] = "reference"
         self.compute_dtype = compute_dtype
         self._plan: _Plan | None = None

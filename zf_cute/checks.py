@@ -13,10 +13,10 @@ def check_tensor(name: str, x: object) -> None:
         raise ArgumentError(f"{name} is a {type(x).__name__}; a torch tensor is wanted")
 
 
-def check_device(device: object) -> None:
-    """Raise UnsupportedError unless torch can put tensors on `device`."""
+def check_device(device: str | torch.device) -> torch.device:
+    """Device as tensors on it report it ("cuda" is "cuda:0"); UnsupportedError if unusable."""
     try:
-        torch.empty(0, device=device)  # type: ignore[call-overload]
+        return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UnsupportedError(

@@ -76,26 +76,24 @@ class PageStore:
             raise ArgumentError(f"shape is a {type(shape).__name__}; a KVShape is wanted")
         if isinstance(num_pages, bool) or not isinstance(num_pages, int) or num_pages < 1:
             raise UnsupportedError(f"num_pages={num_pages!r} must be an int of at least 1")
-        layout = shape.layout
-        homes = shape.num_layers * num_pages * layout.spans
-        if homes * layout.span_stride > SPAN_ALIGNMENT << 32:
+        pool_bytes = shape.num_layers * num_pages * shape.layout.page_stride
+        if pool_bytes > SPAN_ALIGNMENT << 32:
             raise UnsupportedError(
-                f"num_pages={num_pages} of {shape.num_layers} layers take "
-                f"{homes * layout.span_stride >> 30} GiB; places reach 512 GiB"
+                f"num_pages={num_pages} of {shape.num_layers} layers take {pool_bytes >> 30} GiB; "
+                "places reach 512 GiB"
             )
-        check_device(device)
+        self.device = check_device(device)
         self.shape = shape
         self.num_pages = num_pages
         # Inference tensors could not be written outside inference_mode, where engines allocate.
         with torch.inference_mode(False):
-            self._allocate(device)
+            self._allocate(pool_bytes)
 
-    def _allocate(self, device: str | torch.device) -> None:
-        shape, layout = self.shape, self.shape.layout
-        grid = (shape.num_layers, self.num_pages, layout.spans)
-        homes = shape.num_layers * self.num_pages * layout.spans
-        self.pool = torch.empty(homes * layout.span_stride, dtype=torch.uint8, device=device)
-        self.device = self.pool.device
+    def _allocate(self, pool_bytes: int) -> None:
+        layout, device = self.shape.layout, self.device
+        grid = (self.shape.num_layers, self.num_pages, layout.spans)
+        homes = pool_bytes // layout.span_stride
+        self.pool = torch.empty(pool_bytes, dtype=torch.uint8, device=device)
         start = torch.arange(homes, device=device) * (layout.span_stride // SPAN_ALIGNMENT)
         length = torch.full_like(start, layout.raw_span_bytes)
         self._raw_places = torch.stack([start, length], 1).to(torch.int32).view(*grid, 2)
@@ -392,30 +390,30 @@ class PageStore:
             if pages.dtype not in (torch.int32, torch.int64):
                 raise ArgumentError(f"pages is {pages.dtype}; int32 or int64 is wanted")
             ids = pages.reshape(-1).to(self.device, torch.int64)
+            outside = ids[(ids < 0) | (ids >= self.num_pages)].tolist()
         else:
-            try:
-                listed = list(pages) if isinstance(pages, Iterable) else [pages]
-            except TypeError:
-                listed = [pages]
-            try:
-                if any(isinstance(page, bool) for page in listed):
-                    raise TypeError
-                listed = [operator.index(page) for page in listed]  # numpy ints are ints
-            except TypeError:
-                raise ArgumentError(f"pages must be ints, not {listed[:4]!r}") from None
-            self._check_pages([p for p in listed if not 0 <= p < self.num_pages], layer)
-            ids = torch.tensor(listed, dtype=torch.int64, device=self.device)
-        wrong = (ids < 0) | (ids >= self.num_pages)
-        self._check_pages(ids[wrong].tolist(), layer)
-        return ids
-
-    def _check_pages(self, outside: list[int], layer: int) -> None:
+            listed = _ints(pages)
+            outside = [page for page in listed if not 0 <= page < self.num_pages]
+            # An int past 64 bits is outside like any other, but no tensor could hold it.
+            ids = torch.tensor([] if outside else listed, dtype=torch.int64, device=self.device)
         if outside:
             raise ArgumentError(
                 f"page {outside[0]} is outside 0..{self.num_pages - 1} of layer {layer}"
             )
+        return ids
 
     def _check_distinct(self, name: str, ids: Tensor) -> None:
         values, counts = torch.unique(ids, return_counts=True)
         if (counts > 1).any():
             raise ArgumentError(f"{name} holds {int(values[counts > 1][0])} more than once")
+
+
+def _ints(pages: Iterable[int] | int) -> list[int]:
+    """Page ids as a list of ints; numpy's integers are ints, bools are not."""
+    try:
+        listed = list(pages) if isinstance(pages, Iterable) else [pages]
+        if any(isinstance(page, bool) for page in listed):
+            raise TypeError
+        return [operator.index(page) for page in listed]
+    except TypeError:
+        raise ArgumentError(f"pages must be ints, not {pages!r:.60}") from None

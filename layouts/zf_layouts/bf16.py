@@ -16,8 +16,6 @@ from collections.abc import Sequence
 WINDOW = 16
 """Exponent fields in one window: eight offsets, two fields each."""
 
-PATTERNS = 1 << 16
-
 
 def exponent(bits: int) -> int:
     """Exponent field (0 to 255) of the 16-bit pattern `bits`."""

@@ -15,7 +15,7 @@ from zf_layouts.block import (
     position,
 )
 from zf_layouts.fragment import row_column
-from zf_layouts.page import PARTS, SPAN_ALIGNMENT, SPAN_LIMIT, UNIT, PageLayout
+from zf_layouts.page import FORMAT_VERSION, PARTS, SPAN_ALIGNMENT, SPAN_LIMIT, UNIT, PageLayout
 
 FORMAT = (Path(__file__).parents[2] / "layouts" / "FORMAT.md").read_text(encoding="utf-8")
 
@@ -197,3 +197,9 @@ def test_numbers_in_the_text_match_the_code():
     assert f"at most\n{SPAN_LIMIT:,} bytes" in FORMAT
     assert f"A span begins at a multiple of {SPAN_ALIGNMENT} bytes" in FORMAT
     assert f"in units of {UNIT} bytes from the span's first byte" in FORMAT
+
+
+def test_the_version_is_that_of_the_document():
+    """FORMAT_VERSION is for what keeps pages outside the process."""
+    first = FORMAT.splitlines()[0]
+    assert first == f"# The zf_cute page format, version {FORMAT_VERSION}"

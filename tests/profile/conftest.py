@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from profile_tool import Ran
+from safetensors.torch import save_file
 
 
 @pytest.fixture
@@ -40,3 +43,19 @@ def demo_document() -> dict[str, Any]:
     document = json.loads(out.getvalue())
     assert isinstance(document, dict)
     return document
+
+
+@pytest.fixture
+def measure(tool, tmp_path):
+    """Save tensors, run the command with ``--json -`` and return its document."""
+
+    def run(content, *words, name="kv.safetensors"):
+        path = content if isinstance(content, os.PathLike) else tmp_path / name
+        if path is not content:
+            save = save_file if name.endswith(".safetensors") else torch.save
+            save(content, path)
+        ran = tool("ratio", path, *words, "--json", "-")
+        assert ran.code == 0, ran.err
+        return json.loads(ran.out)
+
+    return run

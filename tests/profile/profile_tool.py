@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 ROOT = Path(__file__).parents[2]
 SAMPLE = ROOT / "tools" / "zf_profile" / "data" / "real_kv.safetensors"
 ESCAPE = "\x1b"
@@ -77,3 +79,11 @@ def terminal(*words: object, columns: int = 80, pipe_stdout: bool = False, **ext
     os.close(ours)
     out = process.communicate()[0] or b""
     return Ran(process.returncode, out.decode(), screen.decode())
+
+
+def gaussian(*shape):
+    return torch.randn(*shape).bfloat16()
+
+
+def ones(*shape):
+    return torch.ones(shape, dtype=torch.bfloat16)

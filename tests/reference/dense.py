@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zf_cute import KVShape, PageStore
+from zf_cute import BatchAttention, KVShape, PageStore
 
 NAN_BITS = 0x7FC1
 
@@ -184,3 +184,23 @@ def make_batch(
         if chosen:
             store.seal(0, chosen)
     return batch
+
+
+def small(**changes) -> KVShape:
+    """The smallest shape with two KV heads and several query heads each."""
+    return KVShape(
+        **{"num_layers": 1, "num_qo_heads": 6, "num_kv_heads": 2, "head_dim": 64} | changes
+    )
+
+
+def plan(batch: Batch, *, compute_dtype: torch.dtype = torch.float32, **options) -> BatchAttention:
+    """A planned BatchAttention for a batch."""
+    planned = BatchAttention(batch.shape, max(1, len(batch.q)), compute_dtype=compute_dtype)
+    planned.plan(batch.block_table, batch.seq_lens, q_len=batch.q.shape[1], **options)
+    return planned
+
+
+def run(batch: Batch, *, sinks=None, layer: int = 0, **options) -> tuple[torch.Tensor, ...]:
+    """Output and LSE of one run over a batch."""
+    planned = plan(batch, **options)
+    return planned.run(batch.q, batch.store.layer(layer), sinks=sinks, return_lse=True)

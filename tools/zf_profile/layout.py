@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 
 from zf_layouts import draw, draw_svg
-from zf_layouts.block import MAX_EXCEPTIONS
 from zf_layouts.fragment import LANES
-from zf_layouts.page import HEAD_DIMS, PAGE_SIZES, ROPES, SPAN_LIMIT, PageLayout
+from zf_layouts.page import HEAD_DIMS, SPAN_LIMIT, PageLayout
 from zf_profile import console, output
 from zf_profile.console import Exit, UserError
+from zf_profile.options import add_format_options
 
 SUMMARY = "show where the values and bytes of a page lie"
 
@@ -45,20 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dims of a head (default 128)",
     )
     parser.add_argument(
-        "--page-size",
-        type=int,
-        choices=PAGE_SIZES,
-        default=16,
-        help="tokens in a page (default 16)",
-    )
-    parser.add_argument(
         "--kv-heads", type=int, default=8, metavar="N", help="KV heads of a layer (default 8)"
-    )
-    parser.add_argument(
-        "--rope",
-        choices=ROPES,
-        default="half",
-        help="dims rotated together: i with i + head_dim/2, or 2i with 2i + 1 (default half)",
     )
     parser.add_argument(
         "--heads-per-span",
@@ -68,14 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="KV heads in a span, a divisor of --kv-heads "
         f"(default 0: the most whose raw span has at most {SPAN_LIMIT:,} bytes)",
     )
-    parser.add_argument(
-        "--max-exceptions",
-        type=int,
-        choices=range(MAX_EXCEPTIONS + 1),
-        default=MAX_EXCEPTIONS,
-        help="values outside the window that a compressed block may have "
-        f"(default {MAX_EXCEPTIONS})",
-    )
+    add_format_options(parser)
     parser.add_argument(
         "--lane",
         type=int,
@@ -135,10 +115,7 @@ def _check_svg_target(args: argparse.Namespace) -> None:
     path = Path(args.svg)
     if args.svg in ("", "-"):
         raise UserError(f"--svg {args.svg}: name a file, such as {args.what}.svg")
-    if path.is_dir():
-        raise UserError(f"--svg {args.svg}: is a folder; name a file in it")
-    if not path.resolve().parent.is_dir():
-        raise UserError(f"--svg {args.svg}: the folder {path.resolve().parent} does not exist")
+    output.check_target("--svg", args.svg)
     if args.json not in (None, "-") and path.resolve() == Path(args.json).resolve():
         raise UserError(f"--svg {args.svg}: is the --json file too; name another")
 

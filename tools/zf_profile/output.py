@@ -28,21 +28,26 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 
 def check_json_target(args: argparse.Namespace) -> None:
     """Refuse a ``--json`` file that cannot be written before any work is done."""
-    target = getattr(args, "json", None)
-    if target is None or target == "-":
-        return
+    if getattr(args, "json", None) not in (None, "-"):
+        check_target("--json", args.json)
+
+
+def check_target(option: str, target: str) -> None:
+    """Refuse a file to write, named by an option, that cannot be written."""
     path = Path(target)
     try:
         if path.is_dir():
-            raise UserError(f"--json {target}: is a folder; name a file in it")
+            raise UserError(f"{option} {target}: is a folder; name a file in it")
         folder = path.resolve().parent
         if not folder.is_dir():
-            raise UserError(f"--json {target}: the folder {folder} does not exist")
+            raise UserError(f"{option} {target}: the folder {folder} does not exist")
         if not _is_device(path):
             with tempfile.TemporaryFile(dir=folder):
                 pass
     except OSError as error:
-        raise UserError(f"--json {target}: cannot be written: {error.strerror or error}") from None
+        raise UserError(
+            f"{option} {target}: cannot be written: {error.strerror or error}"
+        ) from None
 
 
 def _is_device(path: Path) -> bool:

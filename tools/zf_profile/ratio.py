@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zf_layouts import BLOCK_VALUES, PAGE_SIZES, PARTS, ROPES, PageLayout
+from zf_layouts import BLOCK_VALUES, PARTS, PageLayout
 from zf_layouts.block import RAW
 from zf_profile import console, output
 from zf_profile.console import Exit, UserError
 from zf_profile.kvfile import LAYOUTS, USUAL_LAYOUTS, KVTensor, open_kv, pairs
+from zf_profile.options import add_format_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,34 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layout", choices=LAYOUTS, help=f"order of axes (default {usual}): {meanings}"
     )
-    for part, usual in (("k", "k, key, k_cache, ..."), ("v", "v, value, v_cache, ...")):
+    for part, words in (("k", "k, key, k_cache, ..."), ("v", "v, value, v_cache, ...")):
         parser.add_argument(
             f"--{part}",
             metavar="GLOB",
-            help=f"names of the {part.upper()} tensors (default: a part of the name is {usual})",
+            help=f"names of the {part.upper()} tensors (default: a part of the name is {words})",
         )
-    parser.add_argument(
-        "--page-size",
-        type=int,
-        choices=PAGE_SIZES,
-        default=16,
-        help="tokens in a page (default 16)",
-    )
-    parser.add_argument(
-        "--rope",
-        choices=ROPES,
-        default="half",
-        help="dims the model rotates together: i with i + head_dim/2 (half, default), or 2i with "
-        "2i + 1 (interleaved)",
-    )
-    parser.add_argument(
-        "--max-exceptions",
-        type=int,
-        choices=range(5),
-        default=4,
-        help="values outside its window that a compressed block may have (default 4; 0 is the "
-        "ZipFusion paper's format)",
-    )
+    add_format_options(parser)
     output.add_json_option(parser)
 
 
