@@ -10,7 +10,7 @@ block raw, so its places are known beforehand and new tokens can be written stra
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Literal
 
 from zf_layouts.block import (
@@ -115,7 +115,7 @@ class PageLayout:
             )
 
     # ---- sizes ---------------------------------------------------------------------------------
-    @property
+    @cached_property
     def blocks_per_part(self) -> int:
         """Blocks in K (or V) of one head."""
         return self.page_size * self.head_dim // BLOCK_VALUES
@@ -130,7 +130,7 @@ class PageLayout:
         """Bytes of one part's descriptors: one a block, at least four."""
         return max(4, self.blocks_per_part)
 
-    @property
+    @cached_property
     def head_metadata_bytes(self) -> int:
         """Metadata of one head: K start, K descriptors, V start, V descriptors, padding to 16."""
         return round_up(2 * (4 + self.descriptor_bytes), UNIT)
@@ -140,7 +140,7 @@ class PageLayout:
         """Metadata at the head of a span."""
         return self.heads_per_span * self.head_metadata_bytes
 
-    @property
+    @cached_property
     def raw_part_bytes(self) -> int:
         """Bytes of one part with every block raw."""
         return self.blocks_per_part * RAW_KIND.nbytes
@@ -160,7 +160,7 @@ class PageLayout:
         """Bytes set aside for a raw span: raw_span_bytes rounded up to SPAN_ALIGNMENT."""
         return round_up(self.raw_span_bytes, SPAN_ALIGNMENT)
 
-    @property
+    @cached_property
     def spans(self) -> int:
         """Spans in a page."""
         return self.num_kv_heads // self.heads_per_span
