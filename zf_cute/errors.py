@@ -21,3 +21,11 @@ class PageStateError(ZfError, RuntimeError):
 
 class FormatError(ZfError, ValueError):
     """Bytes that no writer of the page format makes."""
+
+
+class CompileError(ZfError, RuntimeError):
+    """A kernel that does not compile; the message holds what the compiler said."""
+
+
+class LaunchError(ZfError, RuntimeError):
+    """A kernel that did not start."""
