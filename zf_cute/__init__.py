@@ -13,21 +13,26 @@ if TYPE_CHECKING:
     from zf_cute.config import KVShape
     from zf_cute.errors import (
         ArgumentError,
+        CompileError,
         FormatError,
+        LaunchError,
         PageStateError,
         UnsupportedError,
         ZfError,
     )
     from zf_cute.merge import merge_state
-    from zf_cute.pages import LayerPages
+    from zf_cute.pages import LayerPages, PageState
     from zf_cute.store import PageStore
 
 _HOMES = {
     "ArgumentError": "zf_cute.errors",
     "BatchAttention": "zf_cute.attention",
+    "CompileError": "zf_cute.errors",
     "FormatError": "zf_cute.errors",
     "KVShape": "zf_cute.config",
+    "LaunchError": "zf_cute.errors",
     "LayerPages": "zf_cute.pages",
+    "PageState": "zf_cute.pages",
     "PageStateError": "zf_cute.errors",
     "PageStore": "zf_cute.store",
     "UnsupportedError": "zf_cute.errors",
@@ -38,9 +43,12 @@ _HOMES = {
 __all__ = [
     "ArgumentError",
     "BatchAttention",
+    "CompileError",
     "FormatError",
     "KVShape",
+    "LaunchError",
     "LayerPages",
+    "PageState",
     "PageStateError",
     "PageStore",
     "UnsupportedError",
@@ -51,8 +59,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load a public name from its home."""
-    if name == "reference":
-        return import_module("zf_cute.reference")
+    if name in ("launch", "operators", "reference"):
+        return import_module(f"zf_cute.{name}")
     if name == "__version__":
         from importlib.metadata import version
 

@@ -1,4 +1,4 @@
-"""A layer's pages as attention sees them: a byte pool and the places of its spans."""
+"""A layer's pages: the byte pool and the places of spans, and what is known of each page."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zf_cute.errors import ArgumentError
+from zf_cute.checks import check_tensor, described
+from zf_cute.errors import ArgumentError, UnsupportedError
+from zf_cute.kernels.refusals import Refusal
 from zf_layouts import PageLayout
 from zf_layouts.page import SPAN_ALIGNMENT, UNIT
+
+KERNEL_SPAN_LIMIT = 512 << 20
+"""Bytes that a raw span stays below on a GPU: kernels count 16-byte units inside a span in 32 bits,
+with room for 32 sizes that say "malformed"."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,8 +27,9 @@ class LayerPages:
     pool : Tensor
         [bytes] uint8, contiguous: where the spans of this layer (and of others) lie.
     places : Tensor
-        [num_pages, spans, 2] int32, to be read as u32: start of each span in units of 128 bytes
-        from the pool's first byte, and its length in bytes.  Changes as pages are sealed or moved.
+        [num_pages, spans, 2] int32, contiguous, to be read as u32: start of each span in units of
+        128 bytes from the pool's first byte, and its length in bytes.  Changes as pages are sealed
+        or moved.
     layout : PageLayout
         Where every value of a page lies.
 
@@ -39,6 +46,8 @@ class LayerPages:
     def __post_init__(self) -> None:
         """Refuse tensors that cannot be a pool and its places."""
         pool, places = self.pool, self.places
+        check_tensor("pool", pool)
+        check_tensor("places", places)
         if pool.dtype != torch.uint8 or pool.dim() != 1 or not pool.is_contiguous():
             raise ArgumentError("pool must be a contiguous uint8 tensor of one dimension")
         if pool.storage_offset() % UNIT:
@@ -49,8 +58,15 @@ class LayerPages:
                 f"places must be int32 of shape [num_pages, {want[0]}, 2], not {places.dtype} of "
                 f"shape {tuple(places.shape)}"
             )
+        if not places.is_contiguous():
+            raise ArgumentError("places must be contiguous")
         if pool.is_cuda and pool.data_ptr() % SPAN_ALIGNMENT:
             raise ArgumentError(f"pool must start at a multiple of {SPAN_ALIGNMENT} bytes on a GPU")
+        if pool.is_cuda and self.layout.raw_span_bytes >= KERNEL_SPAN_LIMIT:
+            raise UnsupportedError(
+                f"heads_per_span={self.layout.heads_per_span} makes spans of "
+                f"{self.layout.raw_span_bytes} bytes; on a GPU they are below {KERNEL_SPAN_LIMIT}"
+            )
         if places.device != pool.device:
             raise ArgumentError(f"places is on {places.device} and the pool on {pool.device}")
 
@@ -58,3 +74,59 @@ class LayerPages:
     def num_pages(self) -> int:
         """Page ids run from 0 to num_pages - 1."""
         return self.places.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class PageState:
+    """What writers know of one layer's pages; views, like `LayerPages`.
+
+    Attributes
+    ----------
+    written : Tensor
+        [num_pages] int64: bit t of a page is set once its slot t has been written.
+    sealed : Tensor
+        [num_pages, spans] int32: 1 once a span is sealed.
+    homes : Tensor
+        [num_pages, spans, 2] int32, to be read as u32: the place that a span has when it is raw.
+    refused : Tensor
+        [len(Refusal)] int32: what kernels refused, counted (zf_cute.kernels.refusals).
+    layer : int
+        Number of the layer, for messages.
+
+    Raises
+    ------
+    ArgumentError
+        If a tensor is not of that shape and dtype, is not contiguous, or on another device than the
+        others.
+    """
+
+    written: Tensor
+    sealed: Tensor
+    homes: Tensor
+    refused: Tensor
+    layer: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse tensors that are no state."""
+        check_tensor("sealed", self.sealed)
+        if self.sealed.dim() != 2:
+            raise ArgumentError(
+                "sealed must be contiguous torch.int32 of shape [num_pages, spans]; it is "
+                f"{described(self.sealed)}"
+            )
+        pages, spans = self.sealed.shape
+        for name, dtype, shape in (
+            ("written", torch.int64, (pages,)),
+            ("sealed", torch.int32, (pages, spans)),
+            ("homes", torch.int32, (pages, spans, 2)),
+            ("refused", torch.int32, (len(Refusal),)),
+        ):
+            x = getattr(self, name)
+            check_tensor(name, x)
+            if x.dtype != dtype or tuple(x.shape) != shape or not x.is_contiguous():
+                raise ArgumentError(
+                    f"{name} must be contiguous {dtype} of shape {list(shape)}; it is "
+                    f"{described(x)}"
+                )
+            if x.device != self.sealed.device:
+                raise ArgumentError(f"{name} is on {x.device} and sealed on {self.sealed.device}")

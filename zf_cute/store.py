@@ -6,34 +6,33 @@ place, and `clear` makes it raw and empty again.  A page id means the same token
 Sealing shrinks what attention reads; lending the freed bytes to other pages is a cache manager's
 work, and this store does not do it.
 
-Operations check everything before they write anything: a call that raises one of zf_cute's errors
-has changed nothing.
-What a tensor holds (slots, page ids, the state of pages) is checked on the host, so the reference
-backend waits for the device.
+Two backends write the same bytes.  "kernels" runs on SM90 GPUs and never waits for the device: what
+tensors hold (slots, page ids, the state of pages) is checked there, and what is wrong is left alone
+and counted until `check` raises for it.  "reference" is torch on any device: it looks at everything
+on the host first, and a call that raises has changed nothing.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from typing import TypeAlias
+from types import ModuleType
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from zf_cute import reference
-from zf_cute.checks import check_device, check_tensor
+from zf_cute import launch, operators, reference
+from zf_cute.checks import INDEX_DTYPES, check_device, check_distinct
 from zf_cute.config import KVShape
-from zf_cute.errors import ArgumentError, FormatError, PageStateError, UnsupportedError
-from zf_cute.pages import LayerPages
-from zf_layouts import PARTS
+from zf_cute.errors import ArgumentError, PageStateError, UnsupportedError
+from zf_cute.kernels.refusals import Refusal
+from zf_cute.pages import LayerPages, PageState
+from zf_cute.reference import writing
 from zf_layouts.page import SPAN_ALIGNMENT
 
 PageIds: TypeAlias = "Tensor | Iterable[int] | int"
 """Page ids: an integer tensor on any device, an iterable of ints, or one int."""
-
-_VALUES_AT_ONCE = 1 << 22
-"""Values sealed at a time: bounds the working memory to about 200 MB."""
 
 
 class PageStore:
@@ -47,6 +46,9 @@ class PageStore:
         Page ids run from 0 to num_pages - 1 in every layer.
     device : str or torch.device
         Where the pool lies: "cpu" (default) or a CUDA device.
+    backend : {"auto", "kernels", "reference"}
+        "auto" (default) is "kernels" where they can run, and "reference" elsewhere.  The attribute
+        `backend` says which it became.
 
     Attributes
     ----------
@@ -60,7 +62,7 @@ class PageStore:
     ------
     UnsupportedError
         For a number of pages below 1, a pool past the 512 GiB that places reach, or a device that
-        torch cannot use here.
+        torch cannot use here, or that cannot run the kernels asked for.
 
     References
     ----------
@@ -69,7 +71,12 @@ class PageStore:
     """
 
     def __init__(
-        self, shape: KVShape, num_pages: int, *, device: str | torch.device = "cpu"
+        self,
+        shape: KVShape,
+        num_pages: int,
+        *,
+        device: str | torch.device = "cpu",
+        backend: Literal["auto", "kernels", "reference"] = "auto",
     ) -> None:
         """Allocate the pool and write the metadata of empty raw pages."""
         if not isinstance(shape, KVShape):
@@ -83,6 +90,7 @@ class PageStore:
                 "places reach 512 GiB"
             )
         self.device = check_device(device)
+        self.backend = _choose(backend, self.device)
         self.shape = shape
         self.num_pages = num_pages
         # Inference tensors could not be written outside inference_mode, where engines allocate.
@@ -98,40 +106,30 @@ class PageStore:
         length = torch.full_like(start, layout.raw_span_bytes)
         self._raw_places = torch.stack([start, length], 1).to(torch.int32).view(*grid, 2)
         self.places = self._raw_places.clone()
-        metadata = list(layout.raw_metadata())
-        self._raw_metadata = torch.tensor(metadata, dtype=torch.uint8, device=device)
-        self._homes[..., : layout.metadata_bytes] = self._raw_metadata
+        metadata = writing.raw_metadata(layout, device)
+        self._homes[..., : layout.metadata_bytes] = metadata
         # Bit t of a page: slot t has been written.  A page holds at most 64 tokens.
         self._written = torch.zeros(grid[:2], dtype=torch.int64, device=device)
-        self._sealed = torch.zeros(grid[:2], dtype=torch.bool, device=device)
-        self._raw_words = self._words_of_raw_pages()
+        self._sealed = torch.zeros(grid, dtype=torch.int32, device=device)
+        self._refused = torch.zeros(len(Refusal), dtype=torch.int32, device=device)
+        self._layers = [self._views(layer) for layer in range(self.shape.num_layers)]
+
+    def _views(self, layer: int) -> tuple[LayerPages, PageState]:
+        kv = LayerPages(self.pool, self.places[layer], self.shape.layout)
+        state = PageState(
+            self._written[layer], self._sealed[layer], self._raw_places[layer], self._refused, layer
+        )
+        return kv, state
 
     @property
     def _homes(self) -> Tensor:
         """[num_layers, num_pages, spans, span_stride] view of the pool."""
         return self.pool.view(*self.places.shape[:3], self.shape.layout.span_stride)
 
-    def _words_of_raw_pages(self) -> Tensor:
-        """[page_size, 2, num_kv_heads, head_dim] int64: a value's 16-bit word in a raw page.
-
-        Counted from the page's home; axis 1 is K, V.
-        """
-        layout = self.shape.layout
-        word = torch.tensor(
-            [
-                [
-                    [layout.raw_byte(0, part, token, dim) // 2 for dim in range(layout.head_dim)]
-                    for part in PARTS
-                ]
-                for token in range(layout.page_size)
-            ],
-            device=self.device,
-        )
-        head = torch.arange(layout.num_kv_heads, device=self.device)
-        span, in_span = head // layout.heads_per_span, head % layout.heads_per_span
-        # K and V of a head are neighbours: two raw parts a head.
-        home = (span * layout.span_stride + in_span * 2 * layout.raw_part_bytes) // 2
-        return word[:, :, None] + home.view(1, 1, -1, 1)
+    @property
+    def _kernels(self) -> ModuleType:
+        """Where the kernels are called: as torch operators while torch.compile traces."""
+        return operators if torch.compiler.is_compiling() else launch
 
     # ---- reading -------------------------------------------------------------------------------
     def layer(self, layer: int) -> LayerPages:
@@ -140,7 +138,12 @@ class PageStore:
         The view follows the store: tokens appended and pages sealed later are seen through it.
         """
         self._check_layer(layer)
-        return LayerPages(self.pool, self.places[layer], self.shape.layout)
+        return self._layers[layer][0]
+
+    def state(self, layer: int) -> PageState:
+        """View of what is known of a layer's pages, as `zf_cute.launch` takes it."""
+        self._check_layer(layer)
+        return self._layers[layer][1]
 
     def read(self, layer: int, pages: PageIds) -> tuple[Tensor, Tensor]:
         """Decode pages, raw or sealed.
@@ -163,10 +166,15 @@ class PageStore:
         ArgumentError
             If the layer or a page id is out of range.
         FormatError
-            If a page's bytes are none that a writer makes.
+            If a page's bytes are none that a writer makes.  The kernels return zeros instead, also
+            for ids on the device that are out of range, and `check` raises.
         """
         ids = self._page_ids(layer, pages)
-        k, v = reference.decode_pages(self.layer(layer), ids)
+        kv, state = self._layers[layer]
+        if self.backend == "kernels":
+            k, v = self._kernels.decode_pages(kv, ids, refused=state.refused)
+        else:
+            k, v = reference.decode_pages(kv, ids)
         return k.flatten(0, 1), v.flatten(0, 1)
 
     def descriptors(self, layer: int, pages: PageIds) -> Tensor:
@@ -188,7 +196,25 @@ class PageStore:
 
     def is_sealed(self, layer: int, pages: PageIds) -> Tensor:
         """[n] bool: whether each page is sealed."""
-        return self._sealed[layer, self._page_ids(layer, pages)]
+        return self._sealed[layer, self._page_ids(layer, pages)].all(1)
+
+    def check(self) -> None:
+        """Raise for what kernels have refused since the last check; waits for the device.
+
+        Raises
+        ------
+        PageStateError
+            Counts of what was left alone, by kind.  The counts start again from zero.
+        """
+        counts = self._refused.tolist()
+        if any(counts):
+            self._refused.zero_()
+            said = [
+                f"{count} {_REFUSALS[refusal]}"
+                for refusal, count in zip(Refusal, counts, strict=True)
+                if count
+            ]
+            raise PageStateError(f"the kernels refused {'; '.join(said)}: nothing was done to them")
 
     # ---- writing -------------------------------------------------------------------------------
     @torch.no_grad()
@@ -213,42 +239,14 @@ class PageStore:
         ArgumentError
             If a shape, dtype or device does not fit, or a slot is out of range or given twice.
         PageStateError
-            If a slot lies in a sealed page.  Nothing is written when anything is raised.
+            If a slot lies in a sealed page.  Nothing is written when anything is raised.  The
+            kernels leave rows out whose slot is out of range or in a sealed page, and `check`
+            raises; where a slot is given twice, any of its values may be either row's.
         """
         self._check_layer(layer)
-        layout, page_size = self.shape.layout, self.shape.page_size
-        for name, x in (("k", k), ("v", v)):
-            self._check_rows(name, x)
-        if k.shape != v.shape:
-            raise ArgumentError(f"k has {len(k)} tokens and v {len(v)}")
-        slots = self._slots(slot_mapping, len(k))
-        kept = torch.nonzero(slots >= 0).flatten()
-        slots = slots[kept]
-        if not len(kept):
-            return
-        pages, offsets = slots // page_size, slots % page_size
-        blocked = self._sealed[layer, pages]
-        if blocked.any():
-            raise PageStateError(
-                f"page {int(pages[blocked][0])} of layer {layer} is full and sealed: give new "
-                "tokens a new page, or clear(layer, pages) to use its id again"
-            )
-        # Word of each value: the page's home, then its place in a raw page.
-        home = (layer * self.num_pages + pages) * (layout.page_stride // 2)
-        words = self._raw_words[offsets] + home[:, None, None, None]
-        rows = torch.stack([k[kept], v[kept]], 1).view(torch.int16)
-        distinct, written = self._with_written(layer, pages, offsets)
-        self.pool.view(torch.int16)[words] = rows
-        self._written[layer, distinct] = written
-
-    def _with_written(self, layer: int, pages: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Pages, each once, and what `_written` is for them once these slots are."""
-        distinct, row = torch.unique(pages, return_inverse=True)
-        new = torch.zeros(len(distinct), 64, dtype=torch.int64, device=self.device)
-        new[row, offsets] = 1
-        bit = torch.ones(64, dtype=torch.int64, device=self.device)
-        bit = bit << torch.arange(64, device=self.device)
-        return distinct, self._written[layer, distinct] | (new * bit).sum(1)
+        kv, state = self._layers[layer]
+        backend = self._kernels if self.backend == "kernels" else writing
+        backend.append(kv, state, k, v, slot_mapping)
 
     def seal(self, layer: int, pages: PageIds) -> Tensor:
         """Encode full raw pages in place, losslessly.
@@ -273,29 +271,17 @@ class PageStore:
             If a page is not full, or sealed already.
         FormatError
             If a page's metadata has been damaged.  Nothing is written when anything is raised.
+            With the kernels, pages on the device that must not be sealed stay as they are, their
+            size here is 0, and `check` raises.
         """
+        pages = pages if isinstance(pages, Tensor) else _ints(pages)  # an iterator gives them once
         ids = self._page_ids(layer, pages)
-        self._check_distinct("pages", ids)
-        if self._sealed[layer, ids].any():
-            first = int(ids[self._sealed[layer, ids]][0])
-            raise PageStateError(f"page {first} of layer {layer} is sealed already")
-        partial = ~self._full(layer, ids)
-        if partial.any():
-            first = int(ids[partial][0])
-            filled = (int(self._written[layer, first]) & (1 << 64) - 1).bit_count()
-            raise PageStateError(
-                f"page {first} of layer {layer} holds {filled} of {self.shape.page_size} tokens: "
-                "only a full page can be sealed"
-            )
-        layout, kv = self.shape.layout, self.layer(layer)
-        self._check_raw(layer, ids)
-        # Some at a time; each group is encoded whole before any of its bytes change.
-        for some in ids.split(max(1, _VALUES_AT_ONCE // layout.page_values)):
-            spans, lengths = reference.encode_pages(*reference.decode_pages(kv, some), layout)
-            self._homes[layer, some] = spans
-            self.places[layer, some, :, 1] = lengths.to(torch.int32)
-            self._sealed[layer, some] = True
-        return self.page_bytes(layer, ids)
+        kv, state = self._layers[layer]
+        if self.backend == "kernels":
+            if not isinstance(pages, Tensor):
+                check_distinct("pages", torch.tensor(pages))
+            return self._kernels.encode(kv, state, ids).sum(1)
+        return writing.encode(kv, state, ids).long().sum(1)
 
     def clear(self, layer: int, pages: PageIds) -> None:
         """Make pages raw and empty again, so that their ids can serve another request.
@@ -313,83 +299,26 @@ class PageStore:
             If the layer or a page id is out of range.
         """
         ids = self._page_ids(layer, pages)
-        self._homes[layer, ids, :, : len(self._raw_metadata)] = self._raw_metadata
-        self.places[layer, ids] = self._raw_places[layer, ids]
-        self._written[layer, ids] = 0
-        self._sealed[layer, ids] = False
+        backend = self._kernels if self.backend == "kernels" else writing
+        backend.clear(*self._layers[layer], ids)
 
     # ---- checks --------------------------------------------------------------------------------
-    def _full(self, layer: int, ids: Tensor) -> Tensor:
-        every = (1 << self.shape.page_size) - 1
-        every = every - (1 << 64) if every >> 63 else every
-        return self._written[layer, ids] == every
-
-    def _check_raw(self, layer: int, ids: Tensor) -> None:
-        """Raise FormatError unless the pages' metadata and places are those of raw pages.
-
-        A raw page has no descriptors or entries that could fail later, when others are sealed.
-        """
-        metadata = self._homes[layer, ids, :, : len(self._raw_metadata)]
-        places = self.places[layer, ids] == self._raw_places[layer, ids]
-        fine = (metadata == self._raw_metadata).all(-1) & places.all(-1)
-        if not fine.all():
-            damaged = int(ids[~fine.all(1)][0])
-            raise FormatError(
-                f"page {damaged} of layer {layer} has metadata that is not a raw page's: its "
-                "bytes were overwritten by something other than append, seal and clear"
-            )
-
     def _check_layer(self, layer: int) -> None:
         if isinstance(layer, bool) or not isinstance(layer, int):
             raise ArgumentError(f"layer={layer!r} must be an int")
         if not 0 <= layer < self.shape.num_layers:
             raise ArgumentError(f"layer={layer} is outside 0..{self.shape.num_layers - 1}")
 
-    def _check_rows(self, name: str, x: Tensor) -> None:
-        check_tensor(name, x)
-        if x.dtype != torch.bfloat16:
-            raise UnsupportedError(
-                f"{name} is {str(x.dtype).removeprefix('torch.')}: the format is lossless for "
-                "bfloat16 alone; a cast would change the cache"
-            )
-        want = (self.shape.num_kv_heads, self.shape.head_dim)
-        if x.dim() != 3 or tuple(x.shape[1:]) != want:
-            raise ArgumentError(
-                f"{name} has shape {tuple(x.shape)}; [tokens, {want[0]}, {want[1]}] is wanted"
-            )
-        if x.device != self.device:
-            raise ArgumentError(f"{name} is on {x.device} and the store on {self.device}")
-
-    def _slots(self, slot_mapping: Tensor, tokens: int) -> Tensor:
-        check_tensor("slot_mapping", slot_mapping)
-        if slot_mapping.dtype not in (torch.int32, torch.int64):
-            raise ArgumentError(f"slot_mapping is {slot_mapping.dtype}; int32 or int64 is wanted")
-        if slot_mapping.shape != (tokens,):
-            raise ArgumentError(
-                f"slot_mapping has shape {tuple(slot_mapping.shape)}; one slot for each of the "
-                f"{tokens} tokens is wanted"
-            )
-        if slot_mapping.device != self.device:
-            raise ArgumentError(
-                f"slot_mapping is on {slot_mapping.device} and the store on {self.device}"
-            )
-        slots = slot_mapping.long()
-        count = self.num_pages * self.shape.page_size
-        wrong = (slots < -1) | (slots >= count)
-        if wrong.any():
-            raise ArgumentError(
-                f"slot {int(slots[wrong][0])} is outside 0..{count - 1} "
-                f"({self.num_pages} pages of {self.shape.page_size}; -1 skips a token)"
-            )
-        self._check_distinct("slot_mapping", slots[slots >= 0])
-        return slots
-
     def _page_ids(self, layer: int, pages: PageIds) -> Tensor:
+        """Page ids as a tensor on the device, looked at only where that waits for no kernel."""
         self._check_layer(layer)
         if isinstance(pages, Tensor):
-            if pages.dtype not in (torch.int32, torch.int64):
+            if pages.dtype not in INDEX_DTYPES:
                 raise ArgumentError(f"pages is {pages.dtype}; int32 or int64 is wanted")
-            ids = pages.reshape(-1).to(self.device, torch.int64)
+            ids = pages.reshape(-1)
+            if self.backend == "kernels" and ids.device == self.device:
+                return ids
+            ids = ids.to(torch.int64)
             outside = ids[(ids < 0) | (ids >= self.num_pages)].tolist()
         else:
             listed = _ints(pages)
@@ -400,12 +329,28 @@ class PageStore:
             raise ArgumentError(
                 f"page {outside[0]} is outside 0..{self.num_pages - 1} of layer {layer}"
             )
-        return ids
+        return ids.to(self.device)
 
-    def _check_distinct(self, name: str, ids: Tensor) -> None:
-        values, counts = torch.unique(ids, return_counts=True)
-        if (counts > 1).any():
-            raise ArgumentError(f"{name} holds {int(values[counts > 1][0])} more than once")
+
+def _choose(backend: str, device: torch.device) -> Literal["kernels", "reference"]:
+    """Backend that a store uses on a device."""
+    if backend not in ("auto", "kernels", "reference"):
+        raise UnsupportedError(f"backend={backend!r}: choose 'auto', 'kernels' or 'reference'")
+    if backend == "reference" or (backend == "auto" and device.type != "cuda"):
+        return "reference"
+    reason = launch.unsupported(device)
+    if reason and backend == "kernels":
+        raise UnsupportedError(f"backend='kernels': {reason}. Use 'auto' or 'reference'.")
+    return "reference" if reason else "kernels"
+
+
+_REFUSALS = {
+    Refusal.SLOT_OUTSIDE: "rows with a slot out of range (-1 skips a row)",
+    Refusal.SLOT_SEALED: "rows with a slot in a sealed page",
+    Refusal.PAGE_OUTSIDE: "page ids out of range",
+    Refusal.PAGE_NOT_SEALABLE: "spans to seal in pages that are not full, or sealed already",
+    Refusal.SPAN_MALFORMED: "parts of pages whose bytes no writer makes",
+}
 
 
 def _ints(pages: Iterable[int] | int) -> list[int]:

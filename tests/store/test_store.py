@@ -32,7 +32,7 @@ from store.small_store import (
     tokens,
 )
 
-import zf_cute.store
+import zf_cute.reference.writing
 from zf_cute import (
     KVShape,
     PageStateError,
@@ -259,7 +259,7 @@ def test_more_pages_than_are_sealed_at_a_time(
     store: PageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Groups of two pages; the last has one.
-    monkeypatch.setattr(zf_cute.store, "_VALUES_AT_ONCE", 2 * SHAPE.layout.page_values)
+    monkeypatch.setattr(zf_cute.reference.writing, "VALUES_AT_ONCE", 2 * SHAPE.layout.page_values)
     k, v = fill(store, 0, range(5), 13)
     nbytes = store.seal(0, [3, 0, 4, 2, 1])
     assert torch.equal(nbytes, store.page_bytes(0, [3, 0, 4, 2, 1]))

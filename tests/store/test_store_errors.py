@@ -19,7 +19,7 @@ from store.small_store import (
     tokens,
 )
 
-import zf_cute.store
+import zf_cute.reference.writing
 from zf_cute import (
     ArgumentError,
     FormatError,
@@ -181,7 +181,8 @@ def test_sealing_a_damaged_page_changes_nothing(
     store: PageStore, damage: Callable, pages_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The damaged page comes last, in a group of its own or together with the others.
-    monkeypatch.setattr(zf_cute.store, "_VALUES_AT_ONCE", pages_at_once * SHAPE.layout.page_values)
+    values = pages_at_once * SHAPE.layout.page_values
+    monkeypatch.setattr(zf_cute.reference.writing, "VALUES_AT_ONCE", values)
     fill(store, 0, [0, 1, 2], 27)
     damage(store, store.pool.view(LAYERS, PAGES, -1)[0, 2])
     before = snapshot(store)

@@ -16,7 +16,7 @@ from bits import (
 )
 from torch._subclasses import FakeTensorMode
 
-import zf_cute.store
+import zf_cute.reference.writing
 from zf_cute import (
     ArgumentError,
     KVShape,

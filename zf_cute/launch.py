@@ -1,0 +1,344 @@
+"""Launch the page kernels on torch tensors, on torch's current stream.
+
+Arguments are checked here, once, by shape, dtype, device and strides.  Contents stay on the device:
+nothing waits for it, every call can be captured in a CUDA graph, and what a kernel finds wrong in
+slots, page ids or pages it leaves alone and counts (`PageState.refused`; `PageStore.check` raises).
+A kernel that CUDA does not start raises LaunchError.
+
+`PageStore` is built on these; call them directly to encode pages to a place of your own.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zf_cute.checks import (
+    check_page_ids,
+    check_rows,
+    check_slot_mapping,
+    check_tensor,
+    described,
+)
+from zf_cute.compile import compiled
+from zf_cute.compile_key import CompileKey
+from zf_cute.errors import ArgumentError, LaunchError, UnsupportedError
+from zf_cute.kernels.refusals import Refusal
+from zf_cute.pages import LayerPages, PageState
+from zf_cute.reference.tables import device_table
+from zf_cute.reference.writing import raw_metadata
+
+_INDEX = {torch.int32: "int32", torch.int64: "int64"}
+
+FEW_WINDOWS = 512
+"""Windows of 16 rows, times heads, up to which every row of a window gets a warp of its own."""
+
+
+@cache
+def unsupported(device: torch.device) -> str | None:
+    """Why kernels cannot run on a device, or None if they can."""
+    if device.type != "cuda":
+        return f"the kernels run on CUDA devices, not on {device}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        return (
+            f"the kernels are compiled for SM90 (H100, H200); {torch.cuda.get_device_name(device)} "
+            f"is SM{major}{minor}"
+        )
+    try:
+        import cutlass  # noqa: F401
+        import tvm_ffi  # noqa: F401
+    except ImportError as error:
+        return f"{error}: reinstall zf_cute; `zf-profile doctor` says what is missing"
+    return None
+
+
+@cache
+def _kernel(
+    device: torch.device,
+    name: str,
+    dtype: torch.dtype,
+    head_dim: int = 0,
+    rope: str = "",
+    vectors: bool = True,
+) -> Any:
+    reason = unsupported(device)
+    if reason:
+        raise UnsupportedError(f"{reason}. Use PageStore(..., backend='reference').")
+    return compiled(CompileKey(name, head_dim, rope, _INDEX[dtype], vectors))
+
+
+@cache
+def _is_only_device() -> bool:
+    return torch.cuda.device_count() == 1
+
+
+def _launch(device: torch.device, kernel: Any, *args: Any) -> None:
+    try:
+        if _is_only_device() or device.index == torch.cuda.current_device():
+            kernel(*args)
+        else:
+            with torch.cuda.device(device):
+                kernel(*args)
+    except Exception as error:
+        raise LaunchError(
+            f"a kernel did not start: {error}.  Pages and state must be of one layer of one store; "
+            "an earlier kernel's failure also shows here"
+        ) from error
+
+
+def _moves_16_bytes(x: Tensor) -> bool:
+    """Whether rows are dense and every row starts at a multiple of 16 bytes."""
+    token, head, dim = x.stride()
+    return dim == 1 and not (token | head) & 7 and not x.data_ptr() & 15
+
+
+def append(kv: LayerPages, state: PageState, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    """Write new tokens into raw pages.
+
+    Parameters
+    ----------
+    kv, state : LayerPages, PageState
+        The layer.
+    k, v : Tensor
+        [tokens, num_kv_heads, head_dim] bfloat16, any strides; dense rows that start at multiples
+        of 16 bytes are read fastest.
+    slot_mapping : Tensor
+        [tokens] int32 or int64: ``page * page_size + offset``, or -1 for a token to skip.  Slots
+        out of range or in sealed pages are left out and counted.  Each slot at most once: where one
+        is given twice, any of its values may be either row's.
+
+    Raises
+    ------
+    UnsupportedError
+        If the device cannot run the kernels, or k or v is not bfloat16.
+    ArgumentError
+        If a shape, dtype or device does not fit.
+    """
+    tokens, heads, head_dim = check_rows(kv, k, v)
+    check_slot_mapping(kv, slot_mapping, tokens)
+    layout, device = kv.layout, kv.pool.device
+    vectors = _moves_16_bytes(k) and _moves_16_bytes(v)
+    kernel = _kernel(device, "append", slot_mapping.dtype, head_dim, layout.rope, vectors)
+    if not tokens:
+        return
+    windows = -(-tokens // 16)
+    _launch(
+        device,
+        kernel,
+        kv.pool,
+        kv.places,
+        state.written,
+        state.sealed,
+        state.refused,
+        k,
+        v,
+        slot_mapping,
+        layout.page_size,
+        layout.heads_per_span,
+        layout.head_metadata_bytes,
+        16 if windows * heads <= FEW_WINDOWS else 1,
+    )
+
+
+def encode(
+    kv: LayerPages,
+    state: PageState,
+    pages: Tensor,
+    *,
+    destinations: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """Encode full raw pages, losslessly; their places change with it.
+
+    Parameters
+    ----------
+    kv, state : LayerPages, PageState
+        The layer.
+    pages : Tensor
+        [n] int32 or int64 page ids.  One that is out of range, not full, sealed already or given
+        before is left as it is and counted.
+    destinations : Tensor, optional
+        [n, spans] int32, read as u32: where each sealed span goes, in units of 128 bytes from the
+        pool's first byte, with room for ``layout.raw_span_bytes``.  In place by default.  Room that
+        overlaps another span's, or lies outside the pool, is not noticed.
+    lengths : Tensor, optional
+        [n, spans] int32, written and returned if given.
+
+    Returns
+    -------
+    Tensor
+        [n, spans] int32: bytes of each sealed span, 0 where nothing was done.  On the device: copy
+        it to pinned memory and wait for an event, and the stream never stalls.
+
+    Raises
+    ------
+    UnsupportedError
+        If the device cannot run the kernels.
+    ArgumentError
+        If a shape, dtype or device does not fit.
+
+    References
+    ----------
+    layouts/FORMAT.md, sections 3 to 6.
+    """
+    check_page_ids(kv, pages)
+    layout, device = kv.layout, kv.pool.device
+    kernel = _kernel(device, "encode", pages.dtype)
+    shape = (pages.shape[0], layout.spans)
+    for name, x in (("destinations", destinations), ("lengths", lengths)):
+        if x is not None:
+            _check_spans(name, x, shape, device)
+    if lengths is None:
+        lengths = torch.empty(shape, dtype=torch.int32, device=device)
+    if not shape[0]:
+        return lengths
+    _launch(
+        device,
+        kernel,
+        kv.pool,
+        kv.places,
+        state.written,
+        state.sealed,
+        state.refused,
+        pages.contiguous(),
+        lengths if destinations is None else destinations,
+        lengths,
+        int(destinations is None),
+        layout.page_size,
+        layout.heads_per_span,
+        layout.blocks_per_part.bit_length() - 1,
+        layout.head_metadata_bytes,
+        layout.max_exceptions,
+    )
+    return lengths
+
+
+def _check_spans(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    check_tensor(name, x)
+    fits = x.dtype == torch.int32 and tuple(x.shape) == shape and x.is_contiguous()
+    if not fits or x.device != device:
+        raise ArgumentError(
+            f"{name} must be contiguous torch.int32 of shape {list(shape)} on {device}; it is "
+            f"{described(x)}"
+        )
+
+
+def decode_pages(
+    kv: LayerPages,
+    pages: Tensor,
+    *,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    refused: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Decode pages, raw or sealed, to ordinary keys and values.
+
+    Parameters
+    ----------
+    kv : LayerPages
+        The layer.
+    pages : Tensor
+        [n] int32 or int64 page ids; may repeat.  One that is out of range gives zeros.
+    k, v : Tensor, optional
+        [n, page_size, num_kv_heads, head_dim] bfloat16, contiguous: written and returned if given.
+    refused : Tensor, optional
+        `PageState.refused` of the layer, where ids out of range and malformed spans are counted.
+
+    Returns
+    -------
+    k, v : Tensor
+        [n, page_size, num_kv_heads, head_dim] bfloat16.  Slots never written hold anything; parts
+        that no writer makes come out as zeros, but exception entries are not looked into.
+
+    Raises
+    ------
+    UnsupportedError
+        If the device cannot run the kernels.
+    ArgumentError
+        If a shape, dtype or device does not fit.
+    """
+    check_page_ids(kv, pages)
+    layout, device = kv.layout, kv.pool.device
+    kernel = _kernel(device, "decode_pages", pages.dtype, layout.head_dim, layout.rope)
+    shape = (pages.shape[0], layout.page_size, layout.num_kv_heads, layout.head_dim)
+    k, v = _output("k", k, shape, device), _output("v", v, shape, device)
+    if pages.shape[0]:
+        _launch(
+            device,
+            kernel,
+            kv.pool,
+            kv.places,
+            _uncounted(device) if refused is None else refused,
+            pages.contiguous(),
+            k,
+            v,
+            layout.heads_per_span,
+            layout.blocks_per_part.bit_length() - 1,
+            layout.head_metadata_bytes,
+            layout.max_exceptions,
+            kv.pool.numel(),
+        )
+    return k, v
+
+
+@device_table
+def _uncounted(device: torch.device) -> Tensor:
+    """Counts that nobody reads."""
+    return torch.zeros(len(Refusal), dtype=torch.int32, device=device)
+
+
+def _output(name: str, x: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    if x is None:
+        return torch.empty(shape, dtype=torch.bfloat16, device=device)
+    check_tensor(name, x)
+    fits = x.dtype == torch.bfloat16 and tuple(x.shape) == shape and x.is_contiguous()
+    if not fits or x.device != device:
+        raise ArgumentError(
+            f"{name} must be contiguous torch.bfloat16 of shape {list(shape)} on {device}; it is "
+            f"{described(x)}"
+        )
+    if x.data_ptr() % 16:
+        raise ArgumentError(
+            f"{name} must start at a multiple of 16 bytes; it starts {x.data_ptr() % 16} bytes "
+            "past one"
+        )
+    return x
+
+
+def clear(kv: LayerPages, state: PageState, pages: Tensor) -> None:
+    """Make pages raw and empty again, at their homes.
+
+    Parameters
+    ----------
+    kv, state : LayerPages, PageState
+        The layer.
+    pages : Tensor
+        [n] int32 or int64 page ids; one that is out of range is counted.
+
+    Raises
+    ------
+    UnsupportedError
+        If the device cannot run the kernels.
+    ArgumentError
+        If a shape, dtype or device does not fit.
+    """
+    check_page_ids(kv, pages)
+    device = kv.pool.device
+    kernel = _kernel(device, "clear", pages.dtype)
+    if pages.shape[0]:
+        _launch(
+            device,
+            kernel,
+            kv.pool,
+            kv.places,
+            state.homes,
+            state.written,
+            state.sealed,
+            state.refused,
+            raw_metadata(kv.layout, device),
+            pages.contiguous(),
+        )
