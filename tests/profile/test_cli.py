@@ -110,7 +110,7 @@ def test_help_is_quick():
     [
         ("dmo", "invalid choice 'dmo'; did you mean 'demo'?"),
         ("ratoi x.pt", "invalid choice 'ratoi'; did you mean 'ratio'?"),
-        ("frobnicate", "invalid choice 'frobnicate' (choose from demo, ratio, layout, doctor)"),
+        ("frobnicate", f"invalid choice 'frobnicate' (choose from {', '.join(COMMANDS)})"),
         ("--jsn", "unrecognized arguments: --jsn"),
         ("demo --jsn -", "unrecognized arguments: --jsn -; did you mean '--json'?"),
         ("ratio x.pt --page-sise=16", "did you mean '--page-size'?"),

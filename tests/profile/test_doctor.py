@@ -50,6 +50,7 @@ def test_this_machine():
     assert able["reference backend, demo, ratio"]
     assert able["compiling kernels for sm_90a"]
     assert able["running kernels"] == checks["gpu"]["ok"]
+    assert document["compile_cache"].keys() == {"path", "entries", "bytes"}
 
 
 def test_a_healthy_machine(versions, tool):
@@ -58,6 +59,35 @@ def test_a_healthy_machine(versions, tool):
     for name, version in versions.items():
         assert name in ran.out
         assert version in ran.out
+    assert re.search("compiling kernels for sm_90a +yes +needs no GPU: zf-profile compile", ran.out)
+
+
+def test_where_compiled_kernels_are_kept(versions, tool, monkeypatch, tmp_path):
+    """The place, also before anything is in it, how many and how large; and how to clear it."""
+    folder = tmp_path / "not yet"
+    monkeypatch.setenv("ZF_CUTE_CACHE_DIR", str(folder))
+    line = "Compiled kernels: {} on disk, {} bytes, in {} ('zf-profile compile --clear-cache'"
+    assert line.format(0, 0, folder) in tool("doctor").out
+    kept = folder / "0123456789abcdef" / "zf_append_d128_half_i64-0123456789abcdef.o"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(bytes(1234))
+    (folder / "notes.txt").write_text("not ours")
+    assert line.format(1, "1,234", folder) in tool("doctor").out
+    cache = json.loads(tool("doctor", "--json", "-").out)["compile_cache"]
+    assert cache == {"path": str(folder), "entries": 1, "bytes": 1234}
+
+
+def test_compiled_kernels_that_are_not_kept(versions, tool, monkeypatch):
+    monkeypatch.setenv("ZF_CUTE_CACHE_DIR", "off")
+    assert "Compiled kernels are not kept on disk (ZF_CUTE_CACHE_DIR" in tool("doctor").out
+    cache = json.loads(tool("doctor", "--json", "-").out)["compile_cache"]
+    assert cache == {"path": None, "entries": 0, "bytes": 0}
+
+
+def test_a_place_whose_name_is_no_plain_text(versions, tool, monkeypatch):
+    monkeypatch.setenv("ZF_CUTE_CACHE_DIR", "/tmp/[red]\x1b[31m")
+    ran = tool("doctor")
+    assert "in /tmp/[red]\\x1b[31m (" in ran.out
 
 
 @pytest.mark.parametrize("name", NEEDED)
@@ -142,6 +172,7 @@ def test_nothing_is_installed_at_all():
     ran = child("doctor", python=["-S"])
     assert (ran.code, ran.err) == (1, "")
     assert "torch no: pip install torch\n" in ran.out
+    assert "\nCompiled kernels" in ran.out
     ran = child("doctor", "--json", "-", python=["-S"])
     assert (ran.code, ran.err) == (1, "")
     able = {entry["name"]: entry["ok"] for entry in json.loads(ran.out)["can_run"]}

@@ -4,4 +4,5 @@ import sys
 
 from zf_profile.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":  # not in the processes that `compile` starts
+    sys.exit(main())

@@ -14,11 +14,19 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from zf_cute.errors import ZfError
-from zf_profile import console, demo, doctor, environment, layout, output, ratio
+from zf_cute.errors import CompileError, LaunchError, ZfError
+from zf_profile import bench, console, demo, doctor, environment, layout, output, ratio
+from zf_profile import compile as compile_command
 from zf_profile.console import Exit, UserError
 
-COMMANDS = {"demo": demo, "ratio": ratio, "layout": layout, "doctor": doctor}
+COMMANDS = {
+    "demo": demo,
+    "ratio": ratio,
+    "layout": layout,
+    "compile": compile_command,
+    "bench": bench,
+    "doctor": doctor,
+}
 
 DESCRIPTION = """\
 See where the bytes of a losslessly compressed KV cache go.
@@ -32,6 +40,8 @@ examples:
   zf-profile demo                      the whole path on real keys and values, no GPU needed
   zf-profile ratio kv.safetensors      what your own KV cache would save
   zf-profile layout k --lane 5         who holds what
+  zf-profile compile                   registers, spills and code of every kernel, without a GPU
+  zf-profile bench --list              what can be timed; timing needs an SM90 GPU
   zf-profile doctor                    what can run here, and what is missing"""
 
 
@@ -137,7 +147,9 @@ def _main(argv: Sequence[str] | None) -> int:
         return int(COMMANDS[args.command].run(args))
     except (UserError, ZfError) as error:
         _complain(args.command, str(error))
-        return error.code if isinstance(error, UserError) else Exit.USAGE
+        if isinstance(error, UserError):
+            return error.code
+        return Exit.FAILED if isinstance(error, (CompileError, LaunchError)) else Exit.USAGE
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name
         what = f"the package {error.name!r} is missing" if missing else str(error)

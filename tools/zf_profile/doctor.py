@@ -10,15 +10,19 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
+from zf_cute import compile as compiler
+from zf_cute.compile_cache import VARIABLE
 from zf_profile import console, output
+from zf_profile.compile import cache_record
 from zf_profile.console import Exit
 from zf_profile.environment import version
 
 SUMMARY = "versions, what can run here, and what is missing"
 DESCRIPTION = """\
 Check the packages, the GPU and the profiler, and say what can run on this machine, what is
-missing and how to get it.  Exit code 1 if the reference backend or kernel compilation cannot
-run; a missing GPU or profiler is reported and is no failure."""
+missing and how to get it, and where compiled kernels are kept.  Exit code 1 if the reference
+backend or kernel compilation cannot run; a missing GPU or profiler is reported and is no
+failure."""
 EXAMPLES = """\
 examples:
   zf-profile doctor
@@ -28,13 +32,7 @@ PYTHONS = ((3, 10), (3, 14))
 REQUIRED = {
     # distribution: (module, lowest version, first version too high, how to get it)
     "torch": ("torch", (2, 11), None, "pip install torch"),
-    "nvidia-cutlass-dsl": (
-        "cutlass",
-        (4, 8),
-        (4, 9),
-        "pip install --force-reinstall 'nvidia-cutlass-dsl[cu13]>=4.8,<4.9'",
-    ),
-    "apache-tvm-ffi": ("tvm_ffi", (0, 1, 15), (0, 2), "pip install 'apache-tvm-ffi>=0.1.15,<0.2'"),
+    **compiler.REQUIRED,
     "cuda-python": ("cuda.bindings", (13,), (14,), "pip install 'cuda-python>=13,<14'"),
     "rich": ("rich", (13,), None, "pip install rich"),
     "safetensors": ("safetensors", (0, 4), None, "pip install safetensors"),
@@ -61,17 +59,13 @@ def run(args: argparse.Namespace) -> int:
     abilities = [
         _ability("reference backend, demo, ratio", reference, "any device torch supports"),
         _ability("layout", good["python"] and good["rich"], "needs no torch"),
-        _ability(
-            "compiling kernels for sm_90a", compiles, "needs no GPU; this version has none yet"
-        ),
-        _ability(
-            "running kernels",
-            compiles and good["gpu"],
-            "needs an SM90 GPU as well; this version has none",
-        ),
+        _ability("compiling kernels for sm_90a", compiles, "needs no GPU: zf-profile compile"),
+        _ability("running kernels", compiles and good["gpu"], "needs an SM90 GPU as well"),
     ]
-    _print(args, checks, abilities)
-    output.write_json(args, "doctor", {"checks": checks, "can_run": abilities})
+    cache = cache_record()
+    _print(args, checks, abilities, cache)
+    document = {"checks": checks, "can_run": abilities, "compile_cache": cache}
+    output.write_json(args, "doctor", document)
     return Exit.DONE if reference and compiles else Exit.NO
 
 
@@ -180,8 +174,20 @@ def _profiler() -> dict[str, Any]:
     return _check("ncu", tool is not None, tool, "optional: Nsight Compute, in the CUDA toolkit")
 
 
+def _cache_line(cache: dict[str, Any]) -> str:
+    if cache["path"] is None:
+        return f"Compiled kernels are not kept on disk ({VARIABLE} says so, or there is no home)"
+    return (
+        f"Compiled kernels: {cache['entries']} on disk, {cache['bytes']:,} bytes, in "
+        f"{console.printable(cache['path'])} ('zf-profile compile --clear-cache' removes them)"
+    )
+
+
 def _print(
-    args: argparse.Namespace, checks: list[dict[str, Any]], abilities: list[dict[str, Any]]
+    args: argparse.Namespace,
+    checks: list[dict[str, Any]],
+    abilities: list[dict[str, Any]],
+    cache: dict[str, Any],
 ) -> None:
     try:
         from rich.text import Text
@@ -190,6 +196,7 @@ def _print(
             return
         for row in (*checks, *abilities):
             print(row["name"], "ok" if row["ok"] else f"no: {row.get('remedy') or row.get('note')}")
+        print(_cache_line(cache))
         return
     out = console.stdout(args)
 
@@ -212,3 +219,5 @@ def _print(
         mark = "[green]yes[/green]" if ability["ok"] else "[yellow]no[/yellow]"
         table.add_row(ability["name"], mark, ability["note"])
     console.print_table(out, table)
+    out.print()
+    out.print(Text(_cache_line(cache)), soft_wrap=True)
