@@ -40,6 +40,8 @@ class SimulatedLayer:
         How warps take turns: see `kernels.ptx.Simulator`.
     mutate : callable, optional
         Changes the PTX before it is run.
+    warps : int, optional
+        Warps of a CTA that encodes; by default what the launch says.
     races : bool
         Whether two accesses that nothing orders raise.
     pool_at : int
@@ -57,6 +59,7 @@ class SimulatedLayer:
         seed: int = 0,
         schedule: str = "random",
         mutate: Callable[[str], str] | None = None,
+        warps: int | None = None,
         races: bool = True,
         pool_at: int = 0,
         mapped: slice = slice(None),
@@ -64,6 +67,7 @@ class SimulatedLayer:
         """Keep the layer and how it is run."""
         self.kv, self.state = store.layer(layer), store.state(layer)
         self.seed, self.schedule, self.races = seed, schedule, races
+        self.warps = warps
         self.mutate = mutate or (lambda ptx: ptx)
         self.pool_at, self.mapped = pool_at, mapped
         self.steps = 0
@@ -115,6 +119,8 @@ class SimulatedLayer:
             args = list(args)
             if key.kernel == "append" and overruled.get("sharers") is not None:
                 args[-1] = overruled["sharers"]
+            if key.kernel == "encode" and self.warps is not None:
+                args[-1] = self.warps
             if key.kernel == "decode_pages":
                 args[-1] += self.pool_at
             self._run(key, args)

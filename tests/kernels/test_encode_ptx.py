@@ -119,10 +119,12 @@ def test_pages_of_real_models(
         (6, 128, 64, 6),
     ],
 )
+@pytest.mark.parametrize("warps", [None, 1, 4])  # what the launch says: one for four blocks, or few
 def test_spans_of_any_length(
-    heads: int, head_dim: int, page_size: int, heads_per_span: int
+    heads: int, head_dim: int, page_size: int, heads_per_span: int, warps: int | None
 ) -> None:
-    twins = Twins(heads, head_dim, page_size, heads_per_span=heads_per_span, pages=1)
+    how = {"heads_per_span": heads_per_span, "pages": 1, "warps": warps}
+    twins = Twins(heads, head_dim, page_size, **how)
     filled(twins, [0], 61)
     twins.encode([0])
 
@@ -276,9 +278,11 @@ def test_pools_of_up_to_512_gib(pool_at: int) -> None:
 @pytest.mark.parametrize(
     ("schedule", "seed"), [*((s, 0) for s in SCHEDULES), ("random", 1), ("random", 2)]
 )
-def test_any_order_of_warps(schedule: str, seed: int) -> None:
-    # Two spans of two chunks and a half each.
-    twins = Twins(10, 64, 32, heads_per_span=5, pages=1, schedule=schedule, seed=seed)
+@pytest.mark.parametrize("warps", [4, None])
+def test_any_order_of_warps(schedule: str, seed: int, warps: int | None) -> None:
+    # Two spans of two chunks and a half each; then of one chunk.
+    how = {"schedule": schedule, "seed": seed, "warps": warps}
+    twins = Twins(10, 64, 32, heads_per_span=5, pages=1, **how)
     filled(twins, [0], 103)
     twins.encode([0])
     twins.refuses()

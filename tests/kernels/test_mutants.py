@@ -52,10 +52,11 @@ def check_append(**how: object) -> None:
 def check_encode(**how: object) -> None:
     """Every rule in a span of three chunks; a new place over NaN; what is refused."""
     names = [name for name in HARD if not name.startswith(("14", "15", "16 exponents from 1"))]
-    twins = Twins(10, 128, 16, heads_per_span=10, pages=1, pool_at=1 << 38, **how)
+    # Few warps, so that a span has several chunks.
+    twins = Twins(10, 128, 16, heads_per_span=10, pages=1, pool_at=1 << 38, warps=4, **how)
     twins.fill_blocks(0, [HARD[name] for name in names][:80])
     twins.encode([0])
-    twins = Twins(3, 64, 16, heads_per_span=3, pages=5, **{"schedule": "round", **how})
+    twins = Twins(3, 64, 16, heads_per_span=3, pages=5, warps=1, **{"schedule": "round", **how})
     k, v = (mixed_values((3, 16, 3, 64), seed) for seed in (1, 2))
     twins.fill([0, 1, 2], k, v)
     for store in (twins.expected, twins.store):

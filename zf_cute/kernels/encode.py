@@ -31,14 +31,11 @@ from zf_cute.kernels.index import index_type
 from zf_layouts.block import EXCEPTIONS, LANES, RAW, RAW_KIND
 from zf_layouts.page import SPAN_ALIGNMENT, UNIT
 
-MAX_WARPS = 4
 GROUP = 4
 """Blocks that a warp encodes at a time: 32 registers of values.  Spans hold a multiple of four."""
 
-BLOCKS_PER_WARP = 16
-"""Blocks of a span for each warp of its CTA.  A warp that finds nothing to do costs as much as one
-that does: spans of 4 blocks ran at 29 % of the copy rate with 4 warps and at 73 % with 1.  For
-spans of 64 blocks 1, 2 and 4 warps differ by 2 %, and 4 are done soonest with one page (H200)."""
+MAX_WARPS = 16
+"""Warps of a CTA at most; a launch says how many."""
 
 
 class EncodeKernel:
@@ -65,7 +62,7 @@ class EncodeKernel:
             make_fake_compact_tensor(index_type(self.key.index), (items,)),
             make_fake_compact_tensor(Int32, (items, spans), stride_order=(1, 0)),
             make_fake_compact_tensor(Int32, (items, spans), stride_order=(1, 0)),
-            *(Int32(1) for _ in range(6)),
+            *(Int32(1) for _ in range(7)),
         )
 
     @cute.jit
@@ -85,12 +82,11 @@ class EncodeKernel:
         blocks_log2: Int32,  # log2 of the blocks in a part
         head_metadata: Int32,  # bytes
         max_exceptions: Int32,
+        warps: Int32,  # of a CTA, 1 to MAX_WARPS
         stream: Any,
     ) -> None:
         """Launch one CTA for every span of every page."""
         items, spans = lengths.shape
-        n_blocks = heads_per_span << (blocks_log2 + 1)
-        warps = cutlass.min(cutlass.max(n_blocks // BLOCKS_PER_WARP, 1), MAX_WARPS)
         self.kernel(
             pool, places, written, sealed, refused, ids, destinations, lengths, in_place,
             page_size, heads_per_span, blocks_log2, head_metadata, max_exceptions, warps,
@@ -222,13 +218,11 @@ class EncodeKernel:
                 units[half + warp] = size
             # All of the chunk is in registers from here on: its bytes may be overwritten.
             cute.arch.sync_threads()
-            before = Int32(0)
-            total = Int32(0)
-            for w in cutlass.range_constexpr(MAX_WARPS):
-                if w < warps:
-                    total += units[half + w]
-                if w < warp:
-                    before += units[half + w]
+            other = Int32(0)
+            if lane < warps:
+                other = units[half + lane]
+            total = cute.arch.warp_redux_sync(other, "add")
+            before = cute.arch.warp_redux_sync(other if lane < warp else Int32(0), "add")
             if here:
                 self.write_group(
                     to, end + before, raw, kinds, mine, blocks_log2, head_metadata, lane
