@@ -12,8 +12,8 @@ from zf_cute.errors import ArgumentError, UnsupportedError
 if TYPE_CHECKING:
     from zf_cute.pages import LayerPages
 
-INDEX_DTYPES = (torch.int32, torch.int64)
-"""Dtypes of slots and page ids."""
+INDEX_DTYPES = {torch.int32: "int32", torch.int64: "int64"}
+"""Dtypes of slots and page ids, and their names in a `CompileKey`."""
 
 
 def check_tensor(name: str, x: object) -> None:
@@ -26,6 +26,29 @@ def described(x: Tensor) -> str:
     """What a message says of a tensor that does not fit."""
     said = f"{x.dtype} of shape {list(x.shape)} on {x.device}"
     return said if x.is_contiguous() else f"{said} with strides {list(x.stride())}"
+
+
+def check_like(
+    name: str, x: object, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
+    """Raise ArgumentError unless `x` is a contiguous tensor of a dtype and shape on a device."""
+    check_tensor(name, x)
+    assert isinstance(x, Tensor)
+    fits = x.dtype == dtype and tuple(x.shape) == shape and x.is_contiguous()
+    if not fits or x.device != device:
+        raise ArgumentError(
+            f"{name} must be contiguous {dtype} of shape {list(shape)} on {device}; it is "
+            f"{described(x)}"
+        )
+
+
+def check_aligned(name: str, x: Tensor, nbytes: int) -> None:
+    """Raise ArgumentError unless `x` starts at a multiple of `nbytes`."""
+    if x.data_ptr() % nbytes:
+        raise ArgumentError(
+            f"{name} must start at a multiple of {nbytes} bytes; it starts "
+            f"{x.data_ptr() % nbytes} bytes past one"
+        )
 
 
 def check_device(device: str | torch.device) -> torch.device:

@@ -134,7 +134,7 @@ def inspect_kernel(key: CompileKey, *, warm: bool = False) -> KernelReport:
     with tempfile.TemporaryDirectory(prefix="zf_cute-") as folder:
         start = time.perf_counter()
         options = f"--keep-ptx --keep-cubin --dump-dir {shlex.quote(folder)}"
-        made = _compile(key, options + " --enable-tvm-ffi" if warm else options)
+        made = _compile(key, f"{options} --enable-tvm-ffi" if warm else options)
         seconds = time.perf_counter() - start
         ptx, code = made.__ptx__, made.__cubin__
         if entry is not None and entry.find() is None:

@@ -85,12 +85,16 @@ def clear_cache() -> CacheInfo:
 
 def fingerprint(toolchain: Mapping[str, str]) -> str:
     """Name of all that changes the code of every kernel: sources, CPU and the given versions."""
+    about = {"sources": _SOURCES, "toolchain": dict(toolchain), "host": _host()}
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def _digest() -> str:
+    """Hash of the sources as they are on disk now."""
     found = hashlib.sha256()
     for path in _sources():
         found.update(f"{path.parent.name}/{path.name}\0".encode())
         found.update(path.read_bytes() + b"\0")
-    about = {"toolchain": dict(toolchain), "host": _host()}
-    found.update(json.dumps(about, sort_keys=True).encode())
     return found.hexdigest()
 
 
@@ -99,6 +103,9 @@ def _sources() -> list[Path]:
     here, layouts = Path(__file__).parent, Path(zf_layouts.__file__).parent
     ours = [here / name for name in ("compile.py", "compile_key.py", "config.py")]
     return [*ours, *sorted(here.glob("kernels/*.py")), *sorted(layouts.glob("*.py"))]
+
+
+_SOURCES = _digest()  # as this process imported them
 
 
 def _host() -> list[str]:
@@ -159,6 +166,8 @@ class Entry:
     def save(self, data: bytes, seconds: float) -> None:
         """Keep an object, and let go of those of fingerprints out of use.  Warns once if it cannot.
 
+        An object made after our sources were edited under this process is not kept.
+
         Parameters
         ----------
         data : bytes
@@ -167,6 +176,8 @@ class Entry:
             What compiling it took, for whoever reads the sidecar.
         """
         global _warned
+        if _digest() != _SOURCES:
+            return  # edited since they were imported: what was compiled may be neither version
         about = self._about(hashlib.sha256(data).hexdigest())
         about |= {"bytes": len(data), "seconds": round(seconds, 3)}
         try:

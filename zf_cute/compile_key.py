@@ -1,7 +1,7 @@
 """What tells one compiled kernel from another: a value of plain ints, strings and bools.
 
-A key is made at every launch and looked up in a table, so it holds nothing that could change its
-hash or never equal itself: no tensors, no devices, no streams, nothing read from the environment.
+A key is looked up in a table, so it holds nothing that could change its hash or never equal itself:
+no tensors, no devices, no streams, nothing read from the environment.
 Importing this needs the standard library alone.
 """
 

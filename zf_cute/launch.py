@@ -1,9 +1,10 @@
 """Launch the page kernels on torch tensors, on torch's current stream.
 
 Arguments are checked here, once, by shape, dtype, device and strides.  Contents stay on the device:
-nothing waits for it, every call can be captured in a CUDA graph, and what a kernel finds wrong in
-slots, page ids or pages it leaves alone and counts (`PageState.refused`; `PageStore.check` raises).
-A kernel that CUDA does not start raises LaunchError.
+nothing waits for it, and what a kernel finds wrong in slots, page ids or pages it leaves alone and
+counts (`PageState.refused`; `PageStore.check` raises).  Calls can be captured in a CUDA graph, the
+first of a kernel in a process excepted: it compiles the kernel or loads it from disk, and brings it
+to the GPU.  A kernel that CUDA does not start raises LaunchError.
 
 `PageStore` is built on these; call them directly to encode pages to a place of your own.
 """
@@ -17,27 +18,19 @@ import torch
 from torch import Tensor
 
 from zf_cute.checks import (
+    INDEX_DTYPES,
+    check_aligned,
+    check_like,
     check_page_ids,
     check_rows,
     check_slot_mapping,
-    check_tensor,
-    described,
 )
 from zf_cute.compile import compiled
 from zf_cute.compile_key import CompileKey
 from zf_cute.errors import ArgumentError, LaunchError, UnsupportedError
-from zf_cute.kernels.refusals import Refusal
+from zf_cute.kernels.policy import append_sharers, encode_warps
 from zf_cute.pages import LayerPages, PageState
-from zf_cute.reference.tables import device_table
 from zf_cute.reference.writing import raw_metadata
-
-_INDEX = {torch.int32: "int32", torch.int64: "int64"}
-
-FEW_SPANS = 264
-"""Spans to encode up to which it matters more how soon one is done: two an SM of an H200."""
-
-FEW_WINDOWS = 512
-"""Windows of 16 rows, times heads, up to which every row of a window gets a warp of its own."""
 
 
 @cache
@@ -71,25 +64,21 @@ def _kernel(
     reason = unsupported(device)
     if reason:
         raise UnsupportedError(f"{reason}. Use PageStore(..., backend='reference').")
-    return compiled(CompileKey(name, head_dim, rope, _INDEX[dtype], vectors))
+    return compiled(CompileKey(name, head_dim, rope, INDEX_DTYPES[dtype], vectors))
 
 
-@cache
-def _is_only_device() -> bool:
-    return torch.cuda.device_count() == 1
-
-
-def _launch(device: torch.device, kernel: Any, *args: Any) -> None:
+def _launch(kernel: Any, *args: Any) -> None:
+    """Call a kernel; what TVM-FFI generates for it turns to the tensors' device and back."""
     try:
-        if _is_only_device() or device.index == torch.cuda.current_device():
-            kernel(*args)
-        else:
-            with torch.cuda.device(device):
-                kernel(*args)
+        kernel(*args)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"{error}.  Pages and state must be of one layer of one store, and all tensors on its "
+            "device"
+        ) from error
     except Exception as error:
         raise LaunchError(
-            f"a kernel did not start: {error}.  Pages and state must be of one layer of one store; "
-            "an earlier kernel's failure also shows here"
+            f"a kernel did not start: {error}.  An earlier kernel's failure also shows here"
         ) from error
 
 
@@ -128,9 +117,7 @@ def append(kv: LayerPages, state: PageState, k: Tensor, v: Tensor, slot_mapping:
     kernel = _kernel(device, "append", slot_mapping.dtype, head_dim, layout.rope, vectors)
     if not tokens:
         return
-    windows = -(-tokens // 16)
     _launch(
-        device,
         kernel,
         kv.pool,
         kv.places,
@@ -143,7 +130,7 @@ def append(kv: LayerPages, state: PageState, k: Tensor, v: Tensor, slot_mapping:
         layout.page_size,
         layout.heads_per_span,
         layout.head_metadata_bytes,
-        16 if windows * heads <= FEW_WINDOWS else 1,
+        append_sharers(tokens, heads),
     )
 
 
@@ -163,11 +150,13 @@ def encode(
         The layer.
     pages : Tensor
         [n] int32 or int64 page ids.  One that is out of range, not full, sealed already or given
-        before is left as it is and counted.
+        twice is left as it is and counted; of an id given twice either item seals the whole page.
     destinations : Tensor, optional
         [n, spans] int32, read as u32: where each sealed span goes, in units of 128 bytes from the
-        pool's first byte, with room for ``layout.raw_span_bytes``.  In place by default.  Room that
-        overlaps another span's, or lies outside the pool, is not noticed.
+        pool's first byte, with room for ``layout.raw_span_bytes`` inside the pool.  In place by
+        default.  Room must not overlap another span, nor the span's own raw bytes except exactly in
+        place: that is not noticed.  The raw bytes stay where they were until something else is
+        written there; `clear` brings a page home to them.
     lengths : Tensor, optional
         [n, spans] int32, written and returned if given.
 
@@ -194,18 +183,18 @@ def encode(
     shape = (pages.shape[0], layout.spans)
     for name, x in (("destinations", destinations), ("lengths", lengths)):
         if x is not None:
-            _check_spans(name, x, shape, device)
+            check_like(name, x, torch.int32, shape, device)
     if lengths is None:
         lengths = torch.empty(shape, dtype=torch.int32, device=device)
     if not shape[0]:
         return lengths
     _launch(
-        device,
         kernel,
         kv.pool,
         kv.places,
         state.written,
         state.sealed,
+        state.claimed,
         state.refused,
         pages.contiguous(),
         lengths if destinations is None else destinations,
@@ -216,60 +205,38 @@ def encode(
         layout.blocks_per_part.bit_length() - 1,
         layout.head_metadata_bytes,
         layout.max_exceptions,
-        _encode_warps(layout.heads_per_span * 2 * layout.blocks_per_part, lengths.numel()),
+        encode_warps(layout.heads_per_span * 2 * layout.blocks_per_part, lengths.numel()),
+        kv.pool.numel(),
     )
     return lengths
 
 
-def _encode_warps(blocks: int, spans: int) -> int:
-    """Warps of a CTA that encodes one of `spans` spans of `blocks` blocks each.
-
-    Few spans leave SMs idle, and what counts is how soon one is done: every four blocks get a warp.
-    Where there are many, a warp that finds nothing to do costs as much as one that does: spans of 4
-    blocks ran at 29 % of the copy rate with 4 warps and at 73 % with 1; those of 64 blocks at 89 to
-    91 % with 1, 2 or 4, and at 76 to 80 % with 8 (H200).
-    """
-    if spans <= FEW_SPANS:
-        return min(blocks // 4, 16)
-    return min(max(blocks // 16, 1), 4)
-
-
-def _check_spans(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    check_tensor(name, x)
-    fits = x.dtype == torch.int32 and tuple(x.shape) == shape and x.is_contiguous()
-    if not fits or x.device != device:
-        raise ArgumentError(
-            f"{name} must be contiguous torch.int32 of shape {list(shape)} on {device}; it is "
-            f"{described(x)}"
-        )
-
-
 def decode_pages(
     kv: LayerPages,
+    state: PageState,
     pages: Tensor,
     *,
     k: Tensor | None = None,
     v: Tensor | None = None,
-    refused: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Decode pages, raw or sealed, to ordinary keys and values.
 
     Parameters
     ----------
-    kv : LayerPages
+    kv, state : LayerPages, PageState
         The layer.
     pages : Tensor
-        [n] int32 or int64 page ids; may repeat.  One that is out of range gives zeros.
+        [n] int32 or int64 page ids; may repeat.  One that is out of range gives zeros and is
+        counted.
     k, v : Tensor, optional
         [n, page_size, num_kv_heads, head_dim] bfloat16, contiguous: written and returned if given.
-    refused : Tensor, optional
-        `PageState.refused` of the layer, where ids out of range and malformed spans are counted.
 
     Returns
     -------
     k, v : Tensor
         [n, page_size, num_kv_heads, head_dim] bfloat16.  Slots never written hold anything; parts
-        that no writer makes come out as zeros, but exception entries are not looked into.
+        that no writer makes come out as zeros and are counted, but exception entries are not looked
+        into.
 
     Raises
     ------
@@ -283,13 +250,14 @@ def decode_pages(
     kernel = _kernel(device, "decode_pages", pages.dtype, layout.head_dim, layout.rope)
     shape = (pages.shape[0], layout.page_size, layout.num_kv_heads, layout.head_dim)
     k, v = _output("k", k, shape, device), _output("v", v, shape, device)
+    if k.data_ptr() == v.data_ptr() and pages.shape[0]:
+        raise ArgumentError("k and v are the same memory")
     if pages.shape[0]:
         _launch(
-            device,
             kernel,
             kv.pool,
             kv.places,
-            _uncounted(device) if refused is None else refused,
+            state.refused,
             pages.contiguous(),
             k,
             v,
@@ -302,27 +270,11 @@ def decode_pages(
     return k, v
 
 
-@device_table
-def _uncounted(device: torch.device) -> Tensor:
-    """Counts that nobody reads."""
-    return torch.zeros(len(Refusal), dtype=torch.int32, device=device)
-
-
 def _output(name: str, x: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
     if x is None:
         return torch.empty(shape, dtype=torch.bfloat16, device=device)
-    check_tensor(name, x)
-    fits = x.dtype == torch.bfloat16 and tuple(x.shape) == shape and x.is_contiguous()
-    if not fits or x.device != device:
-        raise ArgumentError(
-            f"{name} must be contiguous torch.bfloat16 of shape {list(shape)} on {device}; it is "
-            f"{described(x)}"
-        )
-    if x.data_ptr() % 16:
-        raise ArgumentError(
-            f"{name} must start at a multiple of 16 bytes; it starts {x.data_ptr() % 16} bytes "
-            "past one"
-        )
+    check_like(name, x, torch.bfloat16, shape, device)
+    check_aligned(name, x, 16)
     return x
 
 
@@ -348,13 +300,13 @@ def clear(kv: LayerPages, state: PageState, pages: Tensor) -> None:
     kernel = _kernel(device, "clear", pages.dtype)
     if pages.shape[0]:
         _launch(
-            device,
             kernel,
             kv.pool,
             kv.places,
             state.homes,
             state.written,
             state.sealed,
+            state.claimed,
             state.refused,
             raw_metadata(kv.layout, device),
             pages.contiguous(),

@@ -22,23 +22,25 @@ _LAYOUT = (
     "int num_kv_heads, int head_dim, int page_size, str rope, int max_exceptions, "
     "int heads_per_span"
 )
-_STATE = "Tensor(c!) written, Tensor(d!) sealed, Tensor homes, Tensor(e!) refused"
-
+# What each changes: (a!) to (g!).  Written is the append's, sealed and claimed the encode's.
 _library = torch.library.Library("zf_cute", "DEF")
 _library.define(
-    f"append(Tensor(a!) pool, Tensor places, {_STATE}, Tensor k, Tensor v, Tensor slot_mapping, "
+    "append(Tensor(a!) pool, Tensor places, Tensor(b!) written, Tensor sealed, Tensor claimed, "
+    "Tensor homes, Tensor(c!) refused, Tensor k, Tensor v, Tensor slot_mapping, "
     f"{_LAYOUT}) -> ()"
 )
 _library.define(
-    f"encode(Tensor(a!) pool, Tensor(b!) places, {_STATE}, Tensor pages, Tensor? destinations, "
+    "encode(Tensor(a!) pool, Tensor(b!) places, Tensor written, Tensor(c!) sealed, "
+    "Tensor(d!) claimed, Tensor homes, Tensor(e!) refused, Tensor pages, Tensor? destinations, "
     f"{_LAYOUT}) -> Tensor"
 )
 _library.define(
-    f"decode_pages(Tensor pool, Tensor places, Tensor(e!)? refused, Tensor pages, {_LAYOUT}) "
-    "-> (Tensor, Tensor)"
+    "decode_pages(Tensor pool, Tensor places, Tensor written, Tensor sealed, Tensor claimed, "
+    f"Tensor homes, Tensor(a!) refused, Tensor pages, {_LAYOUT}) -> (Tensor, Tensor)"
 )
 _library.define(
-    f"clear(Tensor(a!) pool, Tensor(b!) places, {_STATE}, Tensor pages, {_LAYOUT}) -> ()"
+    "clear(Tensor(a!) pool, Tensor(b!) places, Tensor(c!) written, Tensor(d!) sealed, "
+    f"Tensor(e!) claimed, Tensor homes, Tensor(f!) refused, Tensor pages, {_LAYOUT}) -> ()"
 )
 
 
@@ -65,6 +67,7 @@ def _append(
     places: Tensor,
     written: Tensor,
     sealed: Tensor,
+    claimed: Tensor,
     homes: Tensor,
     refused: Tensor,
     k: Tensor,
@@ -73,7 +76,7 @@ def _append(
     *layout: Any,
 ) -> None:
     kv = LayerPages(pool, places, _layout(*layout))
-    state = PageState(written, sealed, homes, refused)
+    state = PageState(written, sealed, claimed, homes, refused)
     launch.append(kv, state, k, v, slot_mapping)
 
 
@@ -83,6 +86,7 @@ def _encode(
     places: Tensor,
     written: Tensor,
     sealed: Tensor,
+    claimed: Tensor,
     homes: Tensor,
     refused: Tensor,
     pages: Tensor,
@@ -90,16 +94,25 @@ def _encode(
     *layout: Any,
 ) -> Tensor:
     kv = LayerPages(pool, places, _layout(*layout))
-    state = PageState(written, sealed, homes, refused)
+    state = PageState(written, sealed, claimed, homes, refused)
     return launch.encode(kv, state, pages, destinations=destinations)
 
 
 @torch.library.impl(_library, "decode_pages", "CUDA")
 def _decode_pages(
-    pool: Tensor, places: Tensor, refused: Tensor | None, pages: Tensor, *layout: Any
+    pool: Tensor,
+    places: Tensor,
+    written: Tensor,
+    sealed: Tensor,
+    claimed: Tensor,
+    homes: Tensor,
+    refused: Tensor,
+    pages: Tensor,
+    *layout: Any,
 ) -> tuple[Tensor, Tensor]:
     kv = LayerPages(pool, places, _layout(*layout))
-    return launch.decode_pages(kv, pages, refused=refused)
+    state = PageState(written, sealed, claimed, homes, refused)
+    return launch.decode_pages(kv, state, pages)
 
 
 @torch.library.impl(_library, "clear", "CUDA")
@@ -108,13 +121,14 @@ def _clear(
     places: Tensor,
     written: Tensor,
     sealed: Tensor,
+    claimed: Tensor,
     homes: Tensor,
     refused: Tensor,
     pages: Tensor,
     *layout: Any,
 ) -> None:
     kv = LayerPages(pool, places, _layout(*layout))
-    state = PageState(written, sealed, homes, refused)
+    state = PageState(written, sealed, claimed, homes, refused)
     launch.clear(kv, state, pages)
 
 
@@ -134,6 +148,7 @@ def _(
     places: Tensor,
     written: Tensor,
     sealed: Tensor,
+    claimed: Tensor,
     homes: Tensor,
     refused: Tensor,
     pages: Tensor,
@@ -147,7 +162,11 @@ def _(
 def _(
     pool: Tensor,
     places: Tensor,
-    refused: Tensor | None,
+    written: Tensor,
+    sealed: Tensor,
+    claimed: Tensor,
+    homes: Tensor,
+    refused: Tensor,
     pages: Tensor,
     num_kv_heads: int,
     head_dim: int,
@@ -159,8 +178,8 @@ def _(
     return k, torch.empty_like(k)
 
 
-def _state(state: PageState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return state.written, state.sealed, state.homes, state.refused
+def _state(state: PageState) -> tuple[Tensor, ...]:
+    return state.written, state.sealed, state.claimed, state.homes, state.refused
 
 
 def append(kv: LayerPages, state: PageState, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
@@ -177,11 +196,9 @@ def encode(
     return torch.ops.zf_cute.encode(*args, *_layout_args(kv.layout))
 
 
-def decode_pages(
-    kv: LayerPages, pages: Tensor, *, refused: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def decode_pages(kv: LayerPages, state: PageState, pages: Tensor) -> tuple[Tensor, Tensor]:
     """`zf_cute.launch.decode_pages` as a torch operator; `k` and `v` are always new."""
-    args = (kv.pool, kv.places, refused, pages)
+    args = (kv.pool, kv.places, *_state(state), pages)
     return torch.ops.zf_cute.decode_pages(*args, *_layout_args(kv.layout))
 
 

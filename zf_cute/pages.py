@@ -7,11 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zf_cute.checks import check_tensor, described
+from zf_cute.checks import check_aligned, check_like, check_tensor, described
 from zf_cute.errors import ArgumentError, UnsupportedError
 from zf_cute.kernels.refusals import Refusal
 from zf_layouts import PageLayout
 from zf_layouts.page import SPAN_ALIGNMENT, UNIT
+
+PLACE_BYTES = 8
+"""A place is read and written as a whole."""
 
 KERNEL_SPAN_LIMIT = 512 << 20
 """Bytes that a raw span stays below on a GPU: kernels count 16-byte units inside a span in 32 bits,
@@ -67,6 +70,13 @@ class LayerPages:
                 f"heads_per_span={self.layout.heads_per_span} makes spans of "
                 f"{self.layout.raw_span_bytes} bytes; on a GPU they are below {KERNEL_SPAN_LIMIT}"
             )
+        if pool.is_cuda:
+            check_aligned("places", places, PLACE_BYTES)
+            if len(places) * self.layout.page_size >> 31:
+                raise UnsupportedError(
+                    f"{len(places)} pages of {self.layout.page_size} tokens: on a GPU slots are "
+                    "below 2**31"
+                )
         if places.device != pool.device:
             raise ArgumentError(f"places is on {places.device} and the pool on {pool.device}")
 
@@ -86,6 +96,8 @@ class PageState:
         [num_pages] int64: bit t of a page is set once its slot t has been written.
     sealed : Tensor
         [num_pages, spans] int32: 1 once a span is sealed.
+    claimed : Tensor
+        [num_pages] int32: 1 + the item of the call that seals a page, 0 before.
     homes : Tensor
         [num_pages, spans, 2] int32, to be read as u32: the place that a span has when it is raw.
     refused : Tensor
@@ -102,6 +114,7 @@ class PageState:
 
     written: Tensor
     sealed: Tensor
+    claimed: Tensor
     homes: Tensor
     refused: Tensor
     layer: int = 0
@@ -116,17 +129,12 @@ class PageState:
             )
         pages, spans = self.sealed.shape
         for name, dtype, shape in (
-            ("written", torch.int64, (pages,)),
             ("sealed", torch.int32, (pages, spans)),
+            ("written", torch.int64, (pages,)),
+            ("claimed", torch.int32, (pages,)),
             ("homes", torch.int32, (pages, spans, 2)),
             ("refused", torch.int32, (len(Refusal),)),
         ):
-            x = getattr(self, name)
-            check_tensor(name, x)
-            if x.dtype != dtype or tuple(x.shape) != shape or not x.is_contiguous():
-                raise ArgumentError(
-                    f"{name} must be contiguous {dtype} of shape {list(shape)}; it is "
-                    f"{described(x)}"
-                )
-            if x.device != self.sealed.device:
-                raise ArgumentError(f"{name} is on {x.device} and sealed on {self.sealed.device}")
+            check_like(name, getattr(self, name), dtype, shape, self.sealed.device)
+        if self.sealed.is_cuda:
+            check_aligned("homes", self.homes, PLACE_BYTES)

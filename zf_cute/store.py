@@ -6,9 +6,10 @@ place, and `clear` makes it raw and empty again.  A page id means the same token
 Sealing shrinks what attention reads; lending the freed bytes to other pages is a cache manager's
 work, and this store does not do it.
 
-Two backends write the same bytes.  "kernels" runs on SM90 GPUs and never waits for the device: what
-tensors hold (slots, page ids, the state of pages) is checked there, and what is wrong is left alone
-and counted until `check` raises for it.  "reference" is torch on any device: it looks at everything
+Two backends write the same bytes.  "kernels" runs on SM90 GPUs: append, seal, read and clear do not
+wait for the device if page ids are there (a list is copied, which does).  What tensors hold (slots,
+page ids, the state of pages) is checked on the device, and what is wrong is left alone and counted
+until `check` raises for it.  "reference" is torch on any device: it looks at everything
 on the host first, and a call that raises has changed nothing.
 """
 
@@ -111,15 +112,30 @@ class PageStore:
         # Bit t of a page: slot t has been written.  A page holds at most 64 tokens.
         self._written = torch.zeros(grid[:2], dtype=torch.int64, device=device)
         self._sealed = torch.zeros(grid, dtype=torch.int32, device=device)
+        self._claimed = torch.zeros(grid[:2], dtype=torch.int32, device=device)
         self._refused = torch.zeros(len(Refusal), dtype=torch.int32, device=device)
         self._layers = [self._views(layer) for layer in range(self.shape.num_layers)]
 
     def _views(self, layer: int) -> tuple[LayerPages, PageState]:
         kv = LayerPages(self.pool, self.places[layer], self.shape.layout)
         state = PageState(
-            self._written[layer], self._sealed[layer], self._raw_places[layer], self._refused, layer
+            self._written[layer],
+            self._sealed[layer],
+            self._claimed[layer],
+            self._raw_places[layer],
+            self._refused,
+            layer,
         )
         return kv, state
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out the views: pickle would make tensors of their own of them."""
+        return {name: value for name, value in vars(self).items() if name != "_layers"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Make the views anew."""
+        vars(self).update(state)
+        self._layers = [self._views(layer) for layer in range(self.shape.num_layers)]
 
     @property
     def _homes(self) -> Tensor:
@@ -172,7 +188,7 @@ class PageStore:
         ids = self._page_ids(layer, pages)
         kv, state = self._layers[layer]
         if self.backend == "kernels":
-            k, v = self._kernels.decode_pages(kv, ids, refused=state.refused)
+            k, v = self._kernels.decode_pages(kv, state, ids)
         else:
             k, v = reference.decode_pages(kv, ids)
         return k.flatten(0, 1), v.flatten(0, 1)
@@ -186,20 +202,23 @@ class PageStore:
             [n, num_kv_heads, 2, blocks_per_part] uint8; axis 2 is K, V.  0..127 compressed,
             128..248 with exceptions, 255 raw (FORMAT.md section 5).
         """
-        ids = self._page_ids(layer, pages)
+        ids = self._page_ids(layer, pages, looked_at=True)
         return reference.read_metadata(self.layer(layer), ids)[0]
 
     def page_bytes(self, layer: int, pages: PageIds) -> Tensor:
-        """[n] int64: bytes of each page, metadata included, before spans are aligned to 128."""
-        ids = self._page_ids(layer, pages)
+        """[n] int64: bytes of each page, metadata included, before spans are aligned to 128.
+
+        Waits for the device to check the ids; `seal` returns the same without.
+        """
+        ids = self._page_ids(layer, pages, looked_at=True)
         return (self.places[layer, ids, :, 1].long() & 0xFFFFFFFF).sum(1)
 
     def is_sealed(self, layer: int, pages: PageIds) -> Tensor:
-        """[n] bool: whether each page is sealed."""
-        return self._sealed[layer, self._page_ids(layer, pages)].all(1)
+        """[n] bool: whether each page is sealed.  Waits for the device to check the ids."""
+        return self._sealed[layer, self._page_ids(layer, pages, looked_at=True)].all(1)
 
     def check(self) -> None:
-        """Raise for what kernels have refused since the last check; waits for the device.
+        """Raise for what kernels have refused since the last check; waits for the current stream.
 
         Raises
         ------
@@ -208,13 +227,16 @@ class PageStore:
         """
         counts = self._refused.tolist()
         if any(counts):
-            self._refused.zero_()
+            self._refused.sub_(torch.tensor(counts, dtype=torch.int32, device=self.device))
             said = [
                 f"{count} {_REFUSALS[refusal]}"
                 for refusal, count in zip(Refusal, counts, strict=True)
                 if count
             ]
-            raise PageStateError(f"the kernels refused {'; '.join(said)}: nothing was done to them")
+            raise PageStateError(
+                f"the kernels refused {'; '.join(said)}: nothing was written there, and what was "
+                "read is zeros"
+            )
 
     # ---- writing -------------------------------------------------------------------------------
     @torch.no_grad()
@@ -278,8 +300,8 @@ class PageStore:
         ids = self._page_ids(layer, pages)
         kv, state = self._layers[layer]
         if self.backend == "kernels":
-            if not isinstance(pages, Tensor):
-                check_distinct("pages", torch.tensor(pages))
+            if not isinstance(pages, Tensor) or pages.device != self.device:
+                check_distinct("pages", torch.as_tensor(pages).flatten())
             return self._kernels.encode(kv, state, ids).sum(1)
         return writing.encode(kv, state, ids).long().sum(1)
 
@@ -309,14 +331,17 @@ class PageStore:
         if not 0 <= layer < self.shape.num_layers:
             raise ArgumentError(f"layer={layer} is outside 0..{self.shape.num_layers - 1}")
 
-    def _page_ids(self, layer: int, pages: PageIds) -> Tensor:
-        """Page ids as a tensor on the device, looked at only where that waits for no kernel."""
+    def _page_ids(self, layer: int, pages: PageIds, *, looked_at: bool = False) -> Tensor:
+        """Page ids as a tensor on the device; ids there are `looked_at` only where that is asked.
+
+        The reference backend always does.
+        """
         self._check_layer(layer)
         if isinstance(pages, Tensor):
             if pages.dtype not in INDEX_DTYPES:
                 raise ArgumentError(f"pages is {pages.dtype}; int32 or int64 is wanted")
             ids = pages.reshape(-1)
-            if self.backend == "kernels" and ids.device == self.device:
+            if self.backend == "kernels" and ids.device == self.device and not looked_at:
                 return ids
             ids = ids.to(torch.int64)
             outside = ids[(ids < 0) | (ids >= self.num_pages)].tolist()
@@ -348,8 +373,9 @@ _REFUSALS = {
     Refusal.SLOT_OUTSIDE: "rows with a slot out of range (-1 skips a row)",
     Refusal.SLOT_SEALED: "rows with a slot in a sealed page",
     Refusal.PAGE_OUTSIDE: "page ids out of range",
-    Refusal.PAGE_NOT_SEALABLE: "spans to seal in pages that are not full, or sealed already",
+    Refusal.PAGE_NOT_SEALABLE: "pages to seal that are not full, sealed already or given twice",
     Refusal.SPAN_MALFORMED: "parts of pages whose bytes no writer makes",
+    Refusal.DESTINATION_OUTSIDE: "pages to seal with a destination outside the pool",
 }
 
 

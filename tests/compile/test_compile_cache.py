@@ -71,8 +71,21 @@ def test_what_changes_the_code_is_compiled_anew(compiles, restart, cache, monkey
         monkeypatch.setattr(compile_cache, "_host", lambda: ["x86_64", "flags: mmx"])
     else:
         monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
+    monkeypatch.setattr(compile_cache, "_SOURCES", compile_cache._digest())  # a new process
     compiled(TOY)
     assert len(compiles) == 2
+
+
+def test_nothing_is_kept_once_sources_were_edited(compiles, restart, cache, monkeypatch):
+    """The DSL reads functions from disk when it compiles: what it makes may be neither version."""
+    sources = compile_cache._sources()
+    monkeypatch.setattr(compile_cache, "_sources", lambda: sources[:-1])
+    compiled(TOY)
+    assert compile_cache.cache_info().entries == 0
+    monkeypatch.setattr(compile_cache, "_sources", lambda: sources)
+    restart()
+    compiled(TOY)
+    assert compile_cache.cache_info().entries == 1
 
 
 def test_the_fingerprint_has_every_source_that_kernels_import():
@@ -102,6 +115,7 @@ def test_where_things_lie_does_not_matter(monkeypatch, tmp_path):
         copies[-1].parent.mkdir(exist_ok=True)
         shutil.copy(path, copies[-1])
     monkeypatch.setattr(compile_cache, "_sources", lambda: copies)
+    monkeypatch.setattr(compile_cache, "_SOURCES", compile_cache._digest())
     assert compile_cache.fingerprint({"dsl": "4.8.1"}) == before
 
 

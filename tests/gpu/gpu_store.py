@@ -36,7 +36,7 @@ def decoded(store: PageStore, layer: int, ids: Tensor) -> tuple[Tensor, Tensor]:
     shape = (len(ids), layout.page_size, layout.num_kv_heads, layout.head_dim)
     kv, state = store.layer(layer), store.state(layer)
     ids = ids.to(DEVICE)
-    k, v = launch.decode_pages(kv, ids, k=nan(*shape), v=nan(*shape), refused=state.refused)
+    k, v = launch.decode_pages(kv, state, ids, k=nan(*shape), v=nan(*shape))
     return k.flatten(0, 1), v.flatten(0, 1)
 
 

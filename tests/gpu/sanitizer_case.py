@@ -79,7 +79,7 @@ def live(head_dim: int, index: torch.dtype, max_exceptions: int) -> None:
     ids = pages.to(index).to("cuda")
 
     def read(what: str) -> None:
-        got = launch.decode_pages(kv, ids, refused=state.refused)
+        got = launch.decode_pages(kv, state, ids)
         for name, x, want in zip("kv", got, (k, v), strict=True):
             same(x.flatten(0, 1), want, f"{name} {what}")
 

@@ -100,7 +100,7 @@ def test_decode_steps_with_seals_and_moves_between_replays(made: Callable) -> No
 
     def decode_step() -> None:
         launch.append(kv, state, step_k, step_v, slots)
-        launch.decode_pages(kv, ids, k=out_k, v=out_v, refused=state.refused)
+        launch.decode_pages(kv, state, ids, k=out_k, v=out_v)
 
     def seal_two() -> None:
         launch.encode(kv, state, sealing, destinations=to, lengths=lengths)

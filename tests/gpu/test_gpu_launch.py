@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -13,7 +16,7 @@ from gpu.gpu_store import DEVICE, assert_holds, assert_same_bits, nan, slots_of
 from store.small_store import assert_unchanged, snapshot
 from torch import Tensor
 
-from zf_cute import ArgumentError, KVShape, LaunchError, PageStore, launch
+from zf_cute import ArgumentError, KVShape, LayerPages, PageStore, UnsupportedError, launch
 from zf_cute import compile as compiler
 
 pytestmark = pytest.mark.gpu
@@ -37,13 +40,10 @@ def all_calls(store: PageStore, k: Tensor, v: Tensor, ids: Tensor) -> None:
     store.append(0, k, v, slots)
     store.seal(0, ids)
     store.read(0, ids)
-    store.is_sealed(0, ids)
-    store.page_bytes(0, ids)
     store.clear(0, ids)
     launch.append(kv, state, k, v, slots)
     launch.encode(kv, state, ids, destinations=state.homes[ids, :, 0].contiguous())
-    launch.decode_pages(kv, ids, refused=state.refused)
-    launch.decode_pages(kv, ids)
+    launch.decode_pages(kv, state, ids)
     launch.clear(kv, state, ids)
 
 
@@ -247,7 +247,10 @@ def test_rows_that_require_gradients(made: Callable) -> None:
 
 
 def test_tensors_that_do_not_fit_together(made: Callable) -> None:
-    """A state of other pages, counts of another shape: nothing runs, and the message says what."""
+    """A state of other pages: nothing runs, and the message says what.
+
+    What no state can be is refused when one is made.
+    """
     store, other = made(SHAPE, 8), made(SHAPE, 4)
     kv, state = store.layer(0), store.state(0)
     x = torch.zeros(16, 2, 64, dtype=torch.bfloat16, device=DEVICE)
@@ -257,13 +260,80 @@ def test_tensors_that_do_not_fit_together(made: Callable) -> None:
         lambda: launch.append(kv, other.state(0), x, x, slots),
         lambda: launch.encode(kv, other.state(0), ids),
         lambda: launch.clear(kv, other.state(0), ids),
-        lambda: launch.decode_pages(kv, ids, refused=state.refused[:3]),
-        lambda: launch.decode_pages(kv, ids, refused=state.refused.cpu()),
-        lambda: launch.decode_pages(kv, ids, refused=state.refused.long()),
     ):
-        with pytest.raises(LaunchError, match=r"on argument #\d.*Pages and state must be of one"):
+        with pytest.raises(ArgumentError, match=r"on argument #\d.*Pages and state must be of one"):
             call()
+    for refused in (state.refused[:3], state.refused.cpu(), state.refused.long()):
+        with pytest.raises(
+            ArgumentError, match=r"^refused must be contiguous torch\.int32 of shap"
+        ):
+            replace(state, refused=refused)
     assert_unchanged(store, before)
+
+
+def test_tables_that_begin_askew(made: Callable) -> None:
+    """Places and homes are read as wholes of 8 bytes: others are refused, not launched on."""
+    store = made(SHAPE, 8)
+    kv, state = store.layer(0), store.state(0)
+    flat = torch.zeros(17, dtype=torch.int32, device=DEVICE)[1:].view(8, 1, 2)
+    said = "must start at a multiple of 8 bytes; it starts 4 bytes past one"
+    with pytest.raises(ArgumentError, match=f"^places {said}$"):
+        replace(kv, places=flat)
+    with pytest.raises(ArgumentError, match=f"^homes {said}$"):
+        replace(state, homes=flat)
+
+
+def test_slots_stay_below_2_to_the_31(made: Callable) -> None:
+    """Kernels count slots in 32 bits."""
+    layout = KVShape(1, 2, 2, 64, 64).layout
+    pool = made(SHAPE, 1).pool
+    places = torch.empty(1 << 25, 1, 2, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(UnsupportedError, match=r"^33554432 pages of 64 tokens: .*2\*\*31"):
+        LayerPages(pool, places, layout)
+    assert LayerPages(pool, places[1:], layout).num_pages == (1 << 25) - 1
+
+
+def test_questions_look_at_ids_on_the_device(made: Callable) -> None:
+    """No kernel answers them, so that none would count a wrong id: -1 is not the last page."""
+    store = made(SHAPE, 8)
+    for page in (8, -1, 1 << 32):
+        ids = torch.tensor([2, page], device=DEVICE)
+        for call in (store.is_sealed, store.page_bytes, store.descriptors):
+            with pytest.raises(ArgumentError, match=rf"page {page} is outside 0\.\.7 of layer 0"):
+                call(0, ids)
+
+
+def test_an_id_twice_in_a_list_or_on_the_host(made: Callable) -> None:
+    """What is not on the device is looked at on the host, and nothing is sealed."""
+    store = made(SHAPE, 8)
+    k, v = (mixed_values((32, 2, 64), seed).to(DEVICE) for seed in (1, 2))
+    store.append(0, k, v, torch.arange(32, device=DEVICE))
+    for ids in ([1, 0, 1], torch.tensor([1, 0, 1]), torch.tensor([1, 1], dtype=torch.int32)):
+        with pytest.raises(ArgumentError, match="pages holds 1 more than once"):
+            store.seal(0, ids)
+    assert not store.is_sealed(0, range(8)).any()
+    assert (store.seal(0, torch.tensor([1, 0])) > 0).all()
+
+
+@pytest.mark.parametrize(
+    "through", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy], ids=["pickle", "deepcopy"]
+)
+def test_a_copied_store_is_of_one_piece(made: Callable, through: Callable) -> None:
+    """What kernels do through the copy's views shows in the copy, and in it alone."""
+    store = made(SHAPE, 8)
+    k, v = (mixed_values((64, 2, 64), seed) for seed in (1, 2))
+    ids = torch.tensor([6, 1, 0, 3], device=DEVICE)
+    store.append(0, k[:32].to(DEVICE), v[:32].to(DEVICE), slots_of(ids[:2], 16))
+    store.seal(0, ids[:1])
+    copied: PageStore = through(store)
+    copied.append(0, k[32:].to(DEVICE), v[32:].to(DEVICE), slots_of(ids[2:], 16))
+    sizes = copied.seal(0, ids[1:])
+    assert torch.equal(copied.page_bytes(0, ids[1:]), sizes)
+    assert copied.is_sealed(0, range(8)).tolist() == [p in (0, 1, 3, 6) for p in range(8)]
+    assert_holds(copied, 0, ids, k, v)
+    copied.check()
+    assert store.is_sealed(0, range(8)).tolist() == [p == 6 for p in range(8)]
+    assert_holds(store, 0, ids[:2], k[:32], v[:32])
 
 
 @pytest.mark.parametrize("name", ["k", "v"])
@@ -278,4 +348,14 @@ def test_outputs_that_do_not_fit(made: Callable, name: str) -> None:
         (nan(2048 + 8)[1:2049].view(shape), "2 bytes past one"),
     ):
         with pytest.raises(ArgumentError, match=f"{name} must .*{said}"):
-            launch.decode_pages(store.layer(0), ids, **{name: out})
+            launch.decode_pages(store.layer(0), store.state(0), ids, **{name: out})
+
+
+def test_outputs_that_are_one(made: Callable) -> None:
+    """K and V in the same memory."""
+    store = made(SHAPE, 2)
+    ids = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    out = nan(1, 16, 2, 64)
+    with pytest.raises(ArgumentError, match="k and v are the same memory"):
+        launch.decode_pages(store.layer(0), store.state(0), ids, k=out, v=out.view(1, 16, 2, 64))
+    assert out.isnan().all()

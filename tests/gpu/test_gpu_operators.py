@@ -32,7 +32,8 @@ def rows() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def state_args(store: PageStore) -> tuple[Tensor, ...]:
     """The tensors of layer 0 as operators take them."""
     state = store.state(0)
-    return store.pool, store.places[0], state.written, state.sealed, state.homes, state.refused
+    of_pages = (state.written, state.sealed, state.claimed, state.homes)
+    return store.pool, store.places[0], *of_pages, state.refused
 
 
 def test_operators_do_what_launches_do(made: Callable, rows: tuple) -> None:
@@ -46,7 +47,7 @@ def test_operators_do_what_launches_do(made: Callable, rows: tuple) -> None:
         got = [
             call.encode(kv, state, ids[:2]),
             call.encode(kv, state, ids[2:], destinations=to),
-            *call.decode_pages(kv, ids, refused=state.refused),
+            *call.decode_pages(kv, state, ids),
         ]
         call.clear(kv, state, ids[1:3])
         call.append(kv, state, v[:16], k[:16], slots[16:32])
@@ -56,7 +57,7 @@ def test_operators_do_what_launches_do(made: Callable, rows: tuple) -> None:
         assert_same_bits(a, b, "what is returned")
     assert_unchanged(ours, snapshot(theirs))
     # Refusals are counted through operators as well.
-    operators.decode_pages(ours.layer(0), ids + 8, refused=ours.state(0).refused)
+    operators.decode_pages(ours.layer(0), ours.state(0), ids + 8)
     with pytest.raises(PageStateError, match="refused 4 page ids out of range: "):
         ours.check()
 
@@ -81,7 +82,7 @@ def test_opcheck(made: Callable, rows: tuple, op: str) -> None:
             ids[:3],
             store.state(0).homes[[2, 4, 5], :, 0].contiguous(),
         ),
-        "decode_pages": (store.pool, store.places[0], store.state(0).refused, ids),
+        "decode_pages": (*state_args(store), ids),
         "clear": (*state_args(store), ids),
     }
     before = snapshot(store)
@@ -143,9 +144,9 @@ def test_compiled_operators(made: Callable, rows: tuple) -> None:
 
     def life(k: Tensor, v: Tensor, slots: Tensor, ids: Tensor, to: Tensor) -> tuple[Tensor, ...]:
         operators.append(kv, state, k, v, slots)
-        raw = operators.decode_pages(kv, ids, refused=state.refused)
+        raw = operators.decode_pages(kv, state, ids)
         lengths = operators.encode(kv, state, ids, destinations=to)
-        sealed = operators.decode_pages(kv, ids)
+        sealed = operators.decode_pages(kv, state, ids)
         operators.clear(kv, state, ids)
         return (*raw, *sealed, lengths)
 
@@ -170,7 +171,7 @@ def test_an_operator_in_a_cuda_graph(made: Callable, rows: tuple) -> None:
     kv, state = store.layer(0), store.state(0)
     operators.append(kv, state, k, v, slots)  # kernels are loaded
     operators.encode(kv, state, ids)
-    operators.decode_pages(kv, ids)
+    operators.decode_pages(kv, state, ids)
     operators.clear(kv, state, ids)
     static_k, static_v, page = nan(16, 2, 64), nan(16, 2, 64), ids[:1].clone()
     where = slots[:16].clone()
@@ -178,7 +179,7 @@ def test_an_operator_in_a_cuda_graph(made: Callable, rows: tuple) -> None:
     with torch.cuda.graph(graph):
         operators.append(kv, state, static_k, static_v, where)
         lengths = operators.encode(kv, state, page)
-        out = operators.decode_pages(kv, page, refused=state.refused)
+        out = operators.decode_pages(kv, state, page)
     for number in range(4):
         rows_of = slice(16 * number, 16 * number + 16)
         static_k.copy_(k[rows_of])
@@ -203,7 +204,7 @@ def test_modes_in_which_engines_call(made: Callable, rows: tuple) -> None:
     with torch.inference_mode():
         operators.append(kv, state, k[:32], v[:32], slots[:32])
         operators.encode(kv, state, ids[:1])
-        got = operators.decode_pages(kv, ids[:2])
+        got = operators.decode_pages(kv, state, ids[:2])
     assert_same_bits(got[0].flatten(0, 1), k[:32], "k")
     with torch.no_grad():
         operators.append(kv, state, k[32:].clone().requires_grad_(), v[32:], slots[32:])

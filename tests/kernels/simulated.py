@@ -100,7 +100,7 @@ class SimulatedLayer:
         shape = (len(pages), layout.page_size, layout.num_kv_heads, layout.head_dim)
         k, v = (torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in "kv")
         with self._launching():
-            return launch.decode_pages(self.kv, pages, k=k, v=v, refused=self.state.refused)
+            return launch.decode_pages(self.kv, self.state, pages, k=k, v=v)
 
     def clear(self, pages: Tensor) -> None:
         """`zf_cute.launch.clear`."""
@@ -115,13 +115,13 @@ class SimulatedLayer:
                 vectors = overruled["vectors"]
             return CompileKey(name, head_dim, rope, INDEX[dtype], vectors)
 
-        def run(device, key, *args):
+        def run(key, *args):
             args = list(args)
             if key.kernel == "append" and overruled.get("sharers") is not None:
                 args[-1] = overruled["sharers"]
             if key.kernel == "encode" and self.warps is not None:
-                args[-1] = self.warps
-            if key.kernel == "decode_pages":
+                args[-2] = self.warps
+            if key.kernel in ("encode", "decode_pages"):  # bytes of the pool
                 args[-1] += self.pool_at
             self._run(key, args)
 

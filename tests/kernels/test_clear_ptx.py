@@ -37,6 +37,7 @@ def test_pages_in_any_state(
         for store in (twins.expected, twins.store):
             store.pool.fill_(0xFF)
             store._sealed.fill_(1)
+            store._claimed.fill_(3)
             store._written.fill_(-1)
             store.places[1].fill_(7)
     twins.clear([4, 0, 3], index)

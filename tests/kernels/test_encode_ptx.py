@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -218,7 +220,7 @@ def test_pages_that_must_not_be_sealed_stay_as_they_are() -> None:
         written[1] |= 1 << 40
     # Page 4 is empty, 2 is sealed.
     twins.encode([0, 1, 2, 3, 4], refused=[True, False, True, True, True])
-    twins.refuses(PAGE_NOT_SEALABLE=4 * twins.layout.spans)
+    twins.refuses(PAGE_NOT_SEALABLE=4)
 
 
 @pytest.mark.parametrize("size", [16, 32, 64])
@@ -235,8 +237,8 @@ def test_every_slot_of_a_page_must_be_written(size: int) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_an_id_given_twice_is_sealed_once(schedule: str) -> None:
-    # Which of the two seals it is open; every span is encoded once, or the second would take
-    # encoded bytes for raw ones.
+    # Which of the items seals it is open; it seals all spans and the others none.  Every span is
+    # encoded once, or the second would take encoded bytes for raw ones.
     twins = Twins(2, 64, 16, heads_per_span=1, pages=3, schedule=schedule, seed=5)
     filled(twins, [1, 2], 97)
     lengths = twins.layer.encode(torch.tensor([2, 1, 2, 2]))
@@ -245,12 +247,123 @@ def test_an_id_given_twice_is_sealed_once(schedule: str) -> None:
     want = again.encode([2, 1])
     assert torch.equal(lengths[1], want[1])
     repeated = lengths[[0, 2, 3]]
+    assert (repeated != 0).any(1).sum() == 1
     assert torch.equal(repeated.max(0).values, want[0])
-    assert (repeated != 0).sum(0).tolist() == [1, 1]
     assert torch.equal(twins.store.pool, again.store.pool)
     assert torch.equal(twins.store.places, again.store.places)
     assert torch.equal(twins.store._sealed, again.store._sealed)
-    twins.refuses(PAGE_NOT_SEALABLE=2 * 2)
+    twins.refuses(PAGE_NOT_SEALABLE=2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "seed"),
+    [*((s, 0) for s in SCHEDULES), *(("random", seed) for seed in range(1, 9))],
+)
+def test_of_equal_ids_with_places_of_their_own_one_is_followed(schedule: str, seed: int) -> None:
+    # Three spans, and three items that would put them elsewhere: all go where one item says, and
+    # nothing is written where the others say.
+    how = {"heads_per_span": 1, "pages": 6}
+    twins = Twins(3, 64, 16, schedule=schedule, seed=seed, **how)
+    filled(twins, [1, 2], 107)
+    to = _free(twins, [0, 3, 4, 5], 0)
+    to[1] = to[1].roll(1)
+    lengths = twins.layer.encode(torch.tensor([2, 1, 2, 2]), to)
+    (winner,) = [item for item in (0, 2, 3) if lengths[item].any()]
+    assert (lengths[winner] > 0).all()
+    assert twins.store._claimed[LAYER].tolist() == [0, 2, winner + 1, 0, 0, 0]
+    twins.refuses(PAGE_NOT_SEALABLE=2)
+    again = Twins(3, 64, 16, **how)
+    filled(again, [1, 2], 107)
+    want = again.encode([2, 1], to[[winner, 1]])
+    assert torch.equal(lengths[[winner, 1]], want)
+    for name in ("pool", "places", "_written", "_sealed"):
+        assert torch.equal(getattr(twins.store, name), getattr(again.store, name)), name
+
+
+def test_a_claim_ends_when_its_page_is_cleared() -> None:
+    # Sealed as one item, then as another.
+    twins = Twins(2, 64, 16, heads_per_span=1, pages=3)
+    filled(twins, [0, 1, 2], 109)
+    twins.encode([0, 1, 2])
+    twins.encode([2, 1, 0], refused=[True] * 3)
+    twins.refuses(PAGE_NOT_SEALABLE=3)
+    twins.clear([2, 0])
+    filled(twins, [2], 113)
+    twins.encode([2])
+    twins.encode([0, 1], refused=[True] * 2)
+    twins.refuses(PAGE_NOT_SEALABLE=2)
+    twins.decode([1, 2])
+
+
+# ---- destinations outside the pool --------------------------------------------------------------
+def _cut(twins: Twins, nbytes: int) -> None:
+    """The layer's pool ends so many bytes before its store's does."""
+    kv = twins.layer.kv
+    twins.layer.kv = replace(kv, pool=kv.pool[: len(kv.pool) - nbytes])
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("bad_span", [0, 1, 2])
+def test_pages_with_a_destination_outside_the_pool_stay_as_they_are(
+    bad_span: int, index: torch.dtype
+) -> None:
+    # Whichever span it is, no span of the page is touched; the pages beside it are sealed.
+    twins = Twins(3, 64, 16, heads_per_span=1, pages=9)
+    filled(twins, [0, 1, 2, 3], 127)
+    last = (len(twins.store.pool) - twins.layout.raw_span_bytes) // SPAN_ALIGNMENT
+    to = _free(twins, [4, 5, 6, 7], 0)
+    for item, start in ((0, -1), (1, last + 1), (3, -(2**31))):
+        to[item, bad_span] = start
+    twins.encode([3, 0, 2, 1], to, refused=[True, True, False, True], index=index)
+    twins.refuses(DESTINATION_OUTSIDE=3)
+    twins.decode([0, 1, 2, 3])
+    # They can be sealed still: nobody has claimed them.
+    twins.encode([1, 3, 0], _free(twins, [8, 4, 5], 0))
+    twins.refuses()
+
+
+def test_what_else_is_wrong_counts_before_a_destination() -> None:
+    twins = Twins(2, 64, 16, heads_per_span=1, pages=4)
+    filled(twins, [0, 1], 131)
+    twins.encode([1])
+    twins.encode([1, 4, 2, 0], torch.full((4, 2), -1, dtype=torch.int32), refused=[True] * 4)
+    twins.refuses(PAGE_NOT_SEALABLE=2, PAGE_OUTSIDE=1, DESTINATION_OUTSIDE=1)
+
+
+@pytest.mark.parametrize("pool_at", [0, (1 << 32) - (6 * 4224), (1 << 39) - 8 * 4224])
+@pytest.mark.parametrize(("missing", "refused"), [(0, False), (112, False), (113, True)])
+def test_room_is_that_of_a_raw_span(pool_at: int, missing: int, refused: bool) -> None:
+    # The last home of a pool has 112 bytes of slack: all of it may be missing, and no byte more,
+    # though the sealed span is shorter than the raw one.
+    twins = Twins(1, 64, 16, pages=4, pool_at=pool_at)
+    assert twins.layout.span_stride - twins.layout.raw_span_bytes == 112
+    filled(twins, [0], 137)
+    _cut(twins, missing)
+    lengths = twins.encode([0], _free(twins, [3], 0), refused=[refused])
+    twins.refuses(**({"DESTINATION_OUTSIDE": 1} if refused else {}))
+    assert lengths.item() < twins.layout.raw_span_bytes - 128
+    if pool_at + len(twins.store.pool) < 1 << 39 and not refused:
+        twins.clear([0])
+        filled(twins, [0], 137)
+        twins.encode([0], _free(twins, [3], 1), refused=[True])
+        twins.refuses(DESTINATION_OUTSIDE=1)
+
+
+def test_a_pool_shorter_than_a_span_has_no_room() -> None:
+    # What is left of it has a negative number of places.
+    twins = Twins(1, 64, 16, pages=2)
+    filled(twins, [0], 139)
+    _cut(twins, len(twins.store.pool) - 256)
+    twins.encode([0], torch.zeros(1, 1, dtype=torch.int32), refused=[True])
+    twins.refuses(DESTINATION_OUTSIDE=1)
+
+
+def test_destinations_do_not_matter_in_place() -> None:
+    # Lengths stand where destinations would: they are -1 before, a place outside the pool.
+    twins = Twins(2, 64, 16, heads_per_span=1, pages=2)
+    filled(twins, [0, 1], 149)
+    twins.encode([1, 0])
+    twins.refuses()
 
 
 # ---- far and in any order -----------------------------------------------------------------------

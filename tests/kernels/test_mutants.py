@@ -50,7 +50,7 @@ def check_append(**how: object) -> None:
 
 
 def check_encode(**how: object) -> None:
-    """Every rule in a span of three chunks; a new place over NaN; what is refused."""
+    """Every rule in a span of three chunks; a new place over NaN; what is refused; equal ids."""
     names = [name for name in HARD if not name.startswith(("14", "15", "16 exponents from 1"))]
     # Few warps, so that a span has several chunks.
     twins = Twins(10, 128, 16, heads_per_span=10, pages=1, pool_at=1 << 38, warps=4, **how)
@@ -64,9 +64,32 @@ def check_encode(**how: object) -> None:
         store._homes[LAYER, 3:].fill_(0xFF)
     twins.encode([0, 1], twins.expected._raw_places[LAYER, 3:, :, 0], refused=[False, True])
     twins.refuses(PAGE_NOT_SEALABLE=1)
+    outside = torch.tensor([[-1]], dtype=torch.int32)
+    twins.encode([2], outside, refused=[True])
+    twins.encode([2], outside * 0 + len(twins.store.pool) // 128 - 1, refused=[True])
+    twins.refuses(DESTINATION_OUTSIDE=2)
     lengths = twins.layer.encode(torch.tensor([2, 2]))
     assert (lengths != 0).sum() == 1
     twins.refuses(PAGE_NOT_SEALABLE=1)
+    check_equal_ids(**how)
+
+
+def check_equal_ids(**how: object) -> None:
+    """One of three items seals all spans of a page, in any order of the CTAs."""
+    schedules = [how.pop("schedule")] if "schedule" in how else SCHEDULES
+    for schedule in schedules:
+        for seed in range(6 if schedule == "random" else 1):
+            twins = Twins(
+                2, 64, 16, heads_per_span=1, pages=4, **{**how, "schedule": schedule, "seed": seed}
+            )
+            k, v = (mixed_values((1, 16, 2, 64), part) for part in (3, 4))
+            twins.fill([0], k, v)
+            to = twins.expected._raw_places[LAYER, 1:, :, 0].clone()
+            lengths = twins.layer.encode(torch.tensor([0, 0, 0]), to)
+            assert sorted((lengths > 0).sum(1).tolist()) == [0, 0, 2]
+            assert torch.equal(twins.store.places[LAYER, 0, :, 0], to[int(lengths[:, 0].argmax())])
+            twins.refuses(PAGE_NOT_SEALABLE=2)
+            twins.layer.clear(torch.tensor([0]))
 
 
 def check_decode_pages(**how: object) -> None:
@@ -107,6 +130,7 @@ def check_clear(**how: object) -> None:
     for store in (twins.expected, twins.store):
         store.pool.fill_(0xFF)
         store._sealed.fill_(1)
+        store._claimed.fill_(2)
         store._written.fill_(-1)
         store.places[LAYER, :2, :, 1] = 768
     twins.clear([1, 3, 0])
@@ -158,6 +182,10 @@ class Mutant:
 
 
 PTX = "ptx text"
+STAYS = "(refused.iterator + 1).toint(), 0"  # 0 to where 0 is
+CLAIM = """if (owner == 0) | (owner == item + 1):
+                        cute.arch.atomic_exch(place, Int32(1), sem="relaxed", scope="gpu")
+                        mine = Int32(1)"""
 BAR_WARP = r"bar\.warp\.sync\s+-1;"
 
 MUTANTS = [
@@ -227,11 +255,56 @@ MUTANTS = [
     ),
     Mutant(
         "encode",
-        "two may claim a span",
+        "two may claim a page",
         PTX,
-        r"atom\.global\.exch\.b32\s+(%r\d+), (\[%rd\d+\]), 1;",
-        r"ld.global.b32 \1, \2; st.global.b32 \2, 1;",
+        r"atom\S*\.cas\.b32\s+(%r\d+), (\[%rd\d+\]), 0, (%r\d+);",
+        r"ld.global.b32 \1, \2; st.global.b32 \2, \3;",
         (AssertionError, Race),
+    ),
+    Mutant(
+        "encode",
+        "an id given twice is sealed in part",
+        "encode.py",
+        CLAIM,
+        "mine = 1 - cute.arch.atomic_exch(place, Int32(1), sem='relaxed', scope='gpu')",
+    ),
+    Mutant(
+        "encode",
+        "an owner takes one span",
+        "encode.py",
+        "(owner == 0) | (owner == item + 1)",
+        "owner == 0",
+    ),
+    Mutant(
+        "encode",
+        "destinations outside the pool are written",
+        "encode.py",
+        "if outside != 0:",
+        "if outside < 0:",
+        (AssertionError, MemoryFault),
+    ),
+    Mutant(
+        "encode",
+        "destinations have a sign",
+        "encode.py",
+        "(Int64(destinations[item, s]) & 0xFFFFFFFF) * SPAN_ALIGNMENT",
+        "Int64(destinations[item, s]) * SPAN_ALIGNMENT",
+        (AssertionError, MemoryFault),
+    ),
+    Mutant(
+        "encode",
+        "room for a start alone",
+        "encode.py",
+        "pool_bytes - heads_per_span * raw_head_bytes",
+        "pool_bytes - SPAN_ALIGNMENT",
+        (AssertionError, MemoryFault),
+    ),
+    Mutant(
+        "encode",
+        "every span counts refusals",
+        "encode.py",
+        "(mine == 0) & (span == 0)",
+        "mine == 0",
     ),
     Mutant(
         "encode",
@@ -276,7 +349,9 @@ MUTANTS = [
         "ptx.store(to + i * UNIT, [Uint32(0)] * 4)",
         "ptx.store(to, [Uint32(0)] * 4)",
     ),
-    Mutant("encode", "pages need not be full", "encode.py", "if missing == 0:", "if missing != 1:"),
+    Mutant(
+        "encode", "pages need not be full", "encode.py", "(missing == 0) & ", "(missing != 1) & "
+    ),
     Mutant(
         "encode",
         "span addresses of 32 bits",
@@ -327,7 +402,8 @@ MUTANTS = [
     ),
     # ---- clear
     Mutant("clear", "the first 32 units alone", "clear.py", ", LANES, unroll=1", ", 64, unroll=1"),
-    Mutant("clear", "stays sealed", PTX, r"st\.global\.b32\s+\[%rd\d+\], 0;", ""),
+    Mutant("clear", "stays sealed", "clear.py", "(sealed.iterator + at).toint(), 0", STAYS),
+    Mutant("clear", "stays claimed", "clear.py", "(claimed.iterator + page).toint(), 0", STAYS),
     Mutant("clear", "places stay", "clear.py", "[home[0], home[1]]", "[home[0], home[0]]"),
 ]
 
@@ -349,7 +425,7 @@ def test_a_mutant_is_caught(
 
 @pytest.mark.parametrize(
     "name",
-    ["append: no wait for copies", "encode: no barrier in a chunk", "encode: two may claim a span"],
+    ["append: no wait for copies", "encode: no barrier in a chunk", "encode: two may claim a page"],
 )
 def test_schedules_show_what_nothing_orders(name: str) -> None:
     # With the race check off, some schedule makes other bits of it: what the check is for can

@@ -143,6 +143,7 @@ class Twins:
                 self.want.pool[at : at + n] = spans[0, span, :n]
                 places[span, 1] = n
             self.want_state.sealed[page] = 1
+            self.want_state.claimed[page] = item + 1
             want[item] = nbytes[0].to(torch.int32)
         assert torch.equal(lengths, want)
         self.check()
@@ -181,7 +182,7 @@ class Twins:
         places = self.expected.places.clone()
         places[..., 0] = self.far(places[..., 0])
         assert torch.equal(self.store.places, places)
-        for name in ("_written", "_sealed"):
+        for name in ("_written", "_sealed", "_claimed"):
             assert torch.equal(getattr(self.store, name), getattr(self.expected, name)), name
 
     def far(self, start: Tensor) -> Tensor:

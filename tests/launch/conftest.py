@@ -67,5 +67,4 @@ def launched(runs_here: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[tup
         return lambda *args: calls.append(((name, dtype, head_dim, rope, vectors), args))
 
     monkeypatch.setattr(launch, "_kernel", kernel)
-    monkeypatch.setattr(launch, "_is_only_device", lambda: True)
     return calls

@@ -16,6 +16,7 @@ from zf_cute.kernels.refusals import Refusal
 from zf_cute.pages import LayerPages, PageState
 from zf_cute.reference import writing
 from zf_layouts import PARTS, PageLayout
+from zf_layouts.page import SPAN_ALIGNMENT
 
 OPERATIONS = ("append", "encode", "decode_pages", "clear")
 """Functions of `zf_cute.launch` that this module has too."""
@@ -45,7 +46,10 @@ def encode(
     destinations: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Full raw pages are sealed, each once, to where they are told to go."""
+    """Full raw pages are sealed, each whole and once, to where they are told to go.
+
+    Of two items with one id the first seals.  What is refused counts once an item.
+    """
     check_page_ids(kv, pages)
     layout = kv.layout
     if lengths is None:
@@ -54,13 +58,18 @@ def encode(
     every = (1 << layout.page_size) - 1
     for item, page in enumerate(pages.tolist()):
         if not 0 <= page < kv.num_pages:
-            state.refused[Refusal.PAGE_OUTSIDE] += layout.spans
+            state.refused[Refusal.PAGE_OUTSIDE] += 1
             continue
         full = int(state.written[page]) & every == every
         if not full or state.sealed[page].any():
-            state.refused[Refusal.PAGE_NOT_SEALABLE] += layout.spans
+            state.refused[Refusal.PAGE_NOT_SEALABLE] += 1
             continue
         to = kv.places[page, :, 0].clone() if destinations is None else destinations[item]
+        ends = (to.long() & 0xFFFFFFFF) * SPAN_ALIGNMENT + layout.raw_span_bytes
+        if destinations is not None and (ends > kv.pool.numel()).any():
+            state.refused[Refusal.DESTINATION_OUTSIDE] += 1
+            continue
+        state.claimed[page] = item + 1
         page_kv = reference.decode_pages(kv, torch.tensor([page]))
         spans, nbytes = reference.encode_pages(*page_kv, layout)
         for span in range(layout.spans):
@@ -74,28 +83,27 @@ def encode(
 
 def decode_pages(
     kv: LayerPages,
+    state: PageState,
     pages: Tensor,
     *,
     k: Tensor | None = None,
     v: Tensor | None = None,
-    refused: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Zeros for pages that there are not and for parts that no writer makes."""
     check_page_ids(kv, pages)
     layout = kv.layout
     shape = (len(pages), layout.page_size, layout.num_kv_heads, layout.head_dim)
     k, v = (torch.empty(shape, dtype=torch.bfloat16) if x is None else x for x in (k, v))
-    counts = torch.zeros(len(Refusal), dtype=torch.int32) if refused is None else refused
     for item, page in enumerate(pages.tolist()):
         if not 0 <= page < kv.num_pages:
-            counts[Refusal.PAGE_OUTSIDE] += 1
+            state.refused[Refusal.PAGE_OUTSIDE] += 1
             k[item], v[item] = 0, 0
             continue
         mended, bad = _mended(kv, page)
         got = reference.decode_pages(mended, torch.tensor([0]))
         k[item], v[item] = got[0][0], got[1][0]
         for head, part in bad:
-            counts[Refusal.SPAN_MALFORMED] += 1
+            state.refused[Refusal.SPAN_MALFORMED] += 1
             (k, v)[PARTS.index(part)][item, :, head] = 0
     return k, v
 

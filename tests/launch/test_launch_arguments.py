@@ -83,7 +83,7 @@ PAGE_IDS = {
 }
 CALLS: dict[str, Callable[[PageStore, object], object]] = {
     "encode": lambda store, pages: launch.encode(store.layer(0), store.state(0), pages),
-    "decode_pages": lambda store, pages: launch.decode_pages(store.layer(0), pages),
+    "decode_pages": lambda store, pages: launch.decode_pages(store.layer(0), store.state(0), pages),
     "clear": lambda store, pages: launch.clear(store.layer(0), store.state(0), pages),
 }
 
@@ -149,8 +149,22 @@ OUTPUTS = {
 @pytest.mark.parametrize("case", OUTPUTS)
 def test_outputs(store: PageStore, name: str, case: str) -> None:
     value, message = OUTPUTS[case]
-    call = lambda: launch.decode_pages(store.layer(0), SLOTS, **{name: value})  # noqa: E731
+    call = lambda: launch.decode_pages(  # noqa: E731
+        store.layer(0), store.state(0), SLOTS, **{name: value}
+    )
     refuses(store, call, ArgumentError, message.format(name=name))
+
+
+@pytest.mark.usefixtures("runs_here")
+def test_outputs_that_are_one(store: PageStore) -> None:
+    """K and V in the same memory: one would be written over the other."""
+    for v in (OUT, OUT.view(OUT.shape)):
+        call = lambda v=v: launch.decode_pages(  # noqa: E731
+            store.layer(0), store.state(0), SLOTS, k=OUT, v=v
+        )
+        refuses(store, call, ArgumentError, "k and v are the same memory")
+    none = OUT[:0]  # no memory at all
+    launch.decode_pages(store.layer(0), store.state(0), SLOTS[:0], k=none, v=none)
 
 
 # ---- devices -----------------------------------------------------------------------------------

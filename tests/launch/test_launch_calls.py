@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -13,8 +12,9 @@ import torch
 from bits import mixed_values
 from torch import Tensor
 
-from zf_cute import KVShape, LaunchError, PageStore, UnsupportedError, launch
+from zf_cute import ArgumentError, KVShape, LaunchError, PageStore, UnsupportedError, launch
 from zf_cute.compile_cache import VARIABLE
+from zf_cute.kernels import policy
 
 SHAPE = KVShape(1, 6, 6, 128, 32, "interleaved", 3, heads_per_span=2)
 
@@ -85,10 +85,10 @@ def test_what_the_others_are_called_with(store: PageStore, launched: list) -> No
     assert (lengths.shape, lengths.dtype) == ((2, 3), torch.int32)
     to, mine = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
     assert launch.encode(kv, state, pages.int(), destinations=to, lengths=mine) is mine
-    k, v = launch.decode_pages(kv, pages, refused=state.refused)
+    k, v = launch.decode_pages(kv, state, pages)
     assert k.shape == v.shape == (2, 32, 6, 128)
     own = torch.zeros_like(k), torch.zeros_like(v)
-    got = launch.decode_pages(kv, pages.int(), k=own[0], v=own[1])
+    got = launch.decode_pages(kv, state, pages.int(), k=own[0], v=own[1])
     assert got[0] is own[0]
     assert got[1] is own[1]
     launch.clear(kv, state, pages)
@@ -101,24 +101,28 @@ def test_what_the_others_are_called_with(store: PageStore, launched: list) -> No
         ("clear", torch.int64, 0, ""),
     ]
     args = [args for _, args in launched]
-    assert args[0][6] is args[0][7] is lengths  # in place: destinations are not read
-    assert args[0][8:] == (1, 32, 2, 3, layout.head_metadata_bytes, 3, 8)  # 8 blocks a part
-    assert args[1][6] is to
-    assert args[1][7] is mine
-    assert args[1][8:] == (0, 32, 2, 3, layout.head_metadata_bytes, 3, 8)
-    assert args[2][2] is state.refused
-    assert args[2][6:] == (2, 3, layout.head_metadata_bytes, 3, kv.pool.numel())
-    assert args[3][2] is not state.refused
-    assert not args[3][2].any()  # counted nowhere
-    assert args[4][2] is state.homes
-    assert bytes(args[4][6].tolist()) == layout.raw_metadata()
+    tensors = (kv.pool, kv.places, state.written, state.sealed, state.claimed, state.refused)
+    for encode in args[:2]:
+        assert all(x is y for x, y in zip(encode, tensors, strict=False))
+    assert args[0][7] is args[0][8] is lengths  # in place: destinations are not read
+    numbers = (32, 2, 3, layout.head_metadata_bytes, 3, 8, kv.pool.numel())  # 8 blocks a part
+    assert args[0][9:] == (1, *numbers)
+    assert args[1][7] is to
+    assert args[1][8] is mine
+    assert args[1][9:] == (0, *numbers)
+    for decode in args[2:4]:
+        assert decode[2] is state.refused
+        assert decode[6:] == (2, 3, layout.head_metadata_bytes, 3, kv.pool.numel())
+    tensors = (kv.pool, kv.places, state.homes, *tensors[2:])
+    assert all(x is y for x, y in zip(args[4], tensors, strict=False))
+    assert bytes(args[4][7].tolist()) == layout.raw_metadata()
 
 
 def test_nothing_is_launched_for_nothing(store: PageStore, launched: list) -> None:
     kv, state, none = store.layer(0), store.state(0), torch.empty(0, dtype=torch.int64)
     launch.append(kv, state, rows(0), rows(0), none)
     assert launch.encode(kv, state, none).shape == (0, 3)
-    assert launch.decode_pages(kv, none)[0].shape == (0, 32, 6, 128)
+    assert launch.decode_pages(kv, state, none)[0].shape == (0, 32, 6, 128)
     launch.clear(kv, state, none)
     assert launched == []
 
@@ -127,9 +131,9 @@ def test_ids_with_gaps_are_made_dense(store: PageStore, launched: list) -> None:
     """The kernels take dense ids; slots are read with any stride."""
     wide = torch.arange(8).view(4, 2)
     launch.encode(store.layer(0), store.state(0), wide[:, 0])
-    launch.decode_pages(store.layer(0), wide[:, 0])
+    launch.decode_pages(store.layer(0), store.state(0), wide[:, 0])
     launch.clear(store.layer(0), store.state(0), wide[:, 0])
-    for (_, args), at in zip(launched, (5, 3, 7), strict=True):
+    for (_, args), at in zip(launched, (6, 3, 8), strict=True):
         assert args[at].is_contiguous()
         assert args[at].tolist() == [0, 2, 4, 6]
     launch.append(store.layer(0), store.state(0), rows(4), rows(4), wide[:, 1])
@@ -147,7 +151,7 @@ def test_few_variants_serve_all_batches(store: PageStore, launched: list) -> Non
             launch.append(kv, state, x.expand(count, -1, -1), x, torch.arange(count))
             for pages in (torch.arange(count), torch.arange(2 * count)[::2]):
                 launch.encode(kv, state, pages)
-                launch.decode_pages(kv, pages[:3])
+                launch.decode_pages(kv, state, pages[:3])
                 launch.clear(kv, state, pages)
     assert {variant for variant, _ in launched} == {
         ("append", torch.int64, 128, "interleaved", True),
@@ -158,33 +162,6 @@ def test_few_variants_serve_all_batches(store: PageStore, launched: list) -> Non
 
 
 # ---- devices -----------------------------------------------------------------------------------
-@pytest.fixture
-def two_devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Device 0 of two is current; what is entered instead."""
-    entered: list[torch.device] = []
-
-    @contextlib.contextmanager
-    def enter(device: torch.device) -> Iterator[None]:
-        entered.append(device)
-        yield
-        entered.append(torch.device("cuda:0"))
-
-    monkeypatch.setattr(launch, "_is_only_device", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", enter)
-    return entered
-
-
-def test_the_device_of_the_pages_is_made_current(two_devices: list[torch.device]) -> None:
-    """And only where it is not: the kernel runs while it is, and the old one comes back."""
-    ran: list[int] = []
-    launch._launch(torch.device("cuda:0"), lambda *args: ran.append(len(two_devices)))
-    assert (two_devices, ran) == ([], [0])
-    launch._launch(torch.device("cuda:1"), lambda *args: ran.append(len(two_devices)))
-    assert two_devices == [torch.device("cuda:1"), torch.device("cuda:0")]
-    assert ran == [0, 1]
-
-
 @pytest.mark.parametrize(
     ("capability", "said"), [((8, 0), "SM80"), ((10, 0), "SM100"), ((12, 1), "SM121")]
 )
@@ -210,16 +187,28 @@ def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch, missing: str) ->
 
 
 # ---- errors ------------------------------------------------------------------------------------
+ARGUMENT = "Pages and state must be of one layer of one store, and all tensors on its device"
+
+
 @pytest.mark.parametrize(
-    "raised",
+    ("raised", "error", "said"),
     [
-        ValueError("Mismatched sealed.shape[0] on argument #3"),
-        TypeError("Mismatched type on argument #5, expected Tensor"),
-        RuntimeError("CUDA Error: invalid configuration argument"),
+        (ValueError("Mismatched sealed.shape[0] on argument #3"), ArgumentError, ARGUMENT),
+        (TypeError("Mismatched type on argument #5, expected Tensor"), ArgumentError, ARGUMENT),
+        (
+            RuntimeError("CUDA Error: invalid configuration argument"),
+            LaunchError,
+            "a kernel did not start: .* An earlier kernel's failure also shows here",
+        ),
     ],
 )
 def test_errors_of_a_launch(
-    store: PageStore, runs_here: None, monkeypatch: pytest.MonkeyPatch, raised: Exception
+    store: PageStore,
+    runs_here: None,
+    monkeypatch: pytest.MonkeyPatch,
+    raised: Exception,
+    error: type[Exception],
+    said: str,
 ) -> None:
     """TVM-FFI compares all tensors before anything runs; CUDA refuses a launch as a whole."""
 
@@ -227,8 +216,7 @@ def test_errors_of_a_launch(
         raise raised
 
     monkeypatch.setattr(launch, "_kernel", lambda *variant: kernel)
-    monkeypatch.setattr(launch, "_is_only_device", lambda: True)
-    with pytest.raises(LaunchError, match="Pages and state must be of one layer") as caught:
+    with pytest.raises(error, match=said) as caught:
         launch.clear(store.layer(0), store.state(0), torch.arange(2))
     assert str(raised) in str(caught.value)
     assert caught.value.__cause__ is raised
@@ -239,8 +227,7 @@ def test_a_kernel_checks_its_tensors_itself(
 ) -> None:
     """A real kernel, handed CPU tensors: its own check names the argument before CUDA is asked."""
     monkeypatch.setenv(VARIABLE, "off")  # this test leaves nothing behind
-    monkeypatch.setattr(launch, "_is_only_device", lambda: True)
-    with pytest.raises(LaunchError, match=r"argument #\d.*pool: Tensor.*homes: Tensor"):
+    with pytest.raises(ArgumentError, match=r"argument #\d.*pool: Tensor.*homes: Tensor"):
         launch.clear(store.layer(0), store.state(0), torch.arange(2))
 
 
@@ -258,11 +245,26 @@ def test_compile_errors_come_before_the_launch(
         launch.append(store.layer(0), store.state(0), x, x, torch.arange(16))
 
 
+# ---- how many warps ----------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("blocks", "few", "many"),
     [(4, 1, 1), (8, 2, 1), (16, 4, 1), (32, 8, 2), (64, 16, 4), (1024, 16, 4)],
 )
 def test_warps_that_encode_a_span(blocks: int, few: int, many: int) -> None:
     """Few spans are done soon, many at a high rate."""
-    assert launch._encode_warps(blocks, launch.FEW_SPANS) == few
-    assert launch._encode_warps(blocks, launch.FEW_SPANS + 1) == many
+    assert policy.encode_warps(blocks, policy.FEW_SPANS) == few
+    assert policy.encode_warps(blocks, policy.FEW_SPANS + 1) == many
+
+
+def test_warps_that_share_rows() -> None:
+    """A window that is begun counts as one; heads multiply them."""
+    most = policy.FEW_WINDOWS
+    for rows_, heads, sharers in (
+        (1, 1, 16),
+        (16 * most, 1, 16),
+        (16 * most + 1, 1, 1),
+        (16, most, 16),
+        (17, most, 1),
+        (1, most + 1, 1),
+    ):
+        assert policy.append_sharers(rows_, heads) == sharers

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from zf_cute import KVShape, PageStateError, PageStore, launch, operators
+from zf_cute.kernels.refusals import Refusal
 
 ROOT = Path(__file__).parents[2]
 SHAPE = KVShape(1, 2, 2, 64, heads_per_span=1)
 LAYOUT = (2, 64, 16, "half", 4, 1)
-STATE = ("written", "sealed", "homes", "refused")
+STATE = ("written", "sealed", "claimed", "homes", "refused")
 
 
 @pytest.fixture
@@ -52,10 +53,10 @@ def state_args(store: PageStore) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(
     ("op", "changed", "returns"),
     [
-        ("append", {"pool", "written", "sealed", "refused"}, []),
-        ("encode", {"pool", "places", "written", "sealed", "refused"}, ["Tensor"]),
+        ("append", {"pool", "written", "refused"}, []),
+        ("encode", {"pool", "places", "sealed", "claimed", "refused"}, ["Tensor"]),
         ("decode_pages", {"refused"}, ["Tensor", "Tensor"]),
-        ("clear", {"pool", "places", "written", "sealed", "refused"}, []),
+        ("clear", {"pool", "places", "written", "sealed", "claimed", "refused"}, []),
     ],
 )
 def test_schemas(op: str, changed: set[str], returns: list[str]) -> None:
@@ -68,8 +69,9 @@ def test_schemas(op: str, changed: set[str], returns: list[str]) -> None:
     assert written == changed
     assert [str(r.type) for r in schema.returns] == returns
     assert all(r.alias_info is None for r in schema.returns)
-    names = [a.name for a in schema.arguments][-6:]
-    assert names == list(SHAPE.layout.__dataclass_fields__)
+    names = [a.name for a in schema.arguments]
+    assert names[:7] == ["pool", "places", *STATE]
+    assert names[-6:] == list(SHAPE.layout.__dataclass_fields__)
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
@@ -82,8 +84,9 @@ def test_fakes(index: torch.dtype) -> None:
         state = (
             torch.empty(8, dtype=torch.int64, device="cuda"),
             torch.empty(8, 2, dtype=torch.int32, device="cuda"),
+            torch.empty(8, dtype=torch.int32, device="cuda"),
             places.clone(),
-            torch.empty(5, dtype=torch.int32, device="cuda"),
+            torch.empty(len(Refusal), dtype=torch.int32, device="cuda"),
         )
         x = torch.empty(7, 2, 64, dtype=torch.bfloat16, device="cuda")
         slots = torch.empty(7, dtype=index, device="cuda")
@@ -94,12 +97,11 @@ def test_fakes(index: torch.dtype) -> None:
             lengths = ops.encode(pool, places, *state, pages, destinations, *LAYOUT)
             assert (tuple(lengths.shape), lengths.dtype) == ((3, 2), torch.int32)
             assert lengths.device == pool.device
-        for refused in (None, state[3]):
-            k, v = ops.decode_pages(pool, places, refused, pages, *LAYOUT)
-            for out in (k, v):
-                assert (tuple(out.shape), out.dtype) == ((3, 16, 2, 64), torch.bfloat16)
-                assert out.device == pool.device
-                assert out.is_contiguous()
+        k, v = ops.decode_pages(pool, places, *state, pages, *LAYOUT)
+        for out in (k, v):
+            assert (tuple(out.shape), out.dtype) == ((3, 16, 2, 64), torch.bfloat16)
+            assert out.device == pool.device
+            assert out.is_contiguous()
 
 
 def test_layouts_pass_through() -> None:
@@ -127,7 +129,7 @@ def test_opcheck(store: PageStore, op: str) -> None:
             IDS[:3],
             store.state(0).homes[[2, 4, 5], :, 0].contiguous(),
         ),
-        "decode_pages": (store.pool, store.places[0], store.state(0).refused, IDS),
+        "decode_pages": (*state_args(store), IDS),
         "clear": (*state_args(store), IDS),
     }
     before = snapshot(store)
@@ -150,9 +152,8 @@ def test_operators_take_what_launches_take(cpu_operators: None) -> None:
             [
                 call.encode(kv, state, IDS[:2]),
                 call.encode(kv, state, IDS[2:], destinations=to),
-                *call.decode_pages(kv, IDS, refused=state.refused),
-                *call.decode_pages(kv, IDS + 8, refused=state.refused),
-                *call.decode_pages(kv, IDS),
+                *call.decode_pages(kv, state, IDS),
+                *call.decode_pages(kv, state, IDS + 8),
             ]
         )
         call.clear(kv, state, IDS[1:3])

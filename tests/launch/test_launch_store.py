@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 
 import numpy as np
@@ -155,7 +157,7 @@ def test_ids_on_the_device_are_passed_on_as_they_are(
     # What is wrong with them is counted, and nothing is returned for it.
     assert sizes[1:].tolist() == [0, 0]
     assert sizes[0] > 0
-    with pytest.raises(PageStateError, match=r"refused 3 page ids out of range; 1 spans to seal"):
+    with pytest.raises(PageStateError, match=r"refused 3 page ids out of range; 1 pages to seal"):
         used.check()
 
 
@@ -195,6 +197,40 @@ def test_ids_on_another_device_are_checked_and_brought(
     used.check()
 
 
+def test_an_id_twice_on_another_device_is_refused_on_the_host(
+    used: PageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a list: the ids are copied, so looking at them waits for nothing more."""
+    monkeypatch.setattr(used, "device", torch.device("cpu:0"))
+    before = snapshot(used)
+    for ids in (torch.tensor([2, 4, 2]), torch.tensor([[2, 2]], dtype=torch.int32)):
+        with pytest.raises(ArgumentError, match="pages holds 2 more than once"):
+            used.seal(0, ids)
+    assert_unchanged(used, before)
+    used.check()
+    assert used.seal(0, torch.tensor([2])).item() > 0
+
+
+def test_no_pages_at_all(used: PageStore) -> None:
+    """Of no type: an empty list is one of ids."""
+    before = snapshot(used)
+    for none in ([], (), torch.empty(0, dtype=torch.int32)):
+        assert used.seal(0, none).shape == (0,)
+        assert used.read(0, none)[0].shape == (0, 2, 64)
+        assert used.is_sealed(0, none).shape == used.page_bytes(0, none).shape == (0,)
+        used.clear(0, none)
+    assert_unchanged(used, before)
+
+
+@pytest.mark.parametrize("call", ["descriptors", "page_bytes", "is_sealed"])
+@pytest.mark.parametrize("page", [PAGES, -1, 1 << 32])
+def test_questions_look_at_ids_on_the_device(used: PageStore, call: str, page: int) -> None:
+    """No kernel answers them, so that none would count a wrong id: -1 is not the last page."""
+    with pytest.raises(ArgumentError, match=rf"page {page} is outside 0\.\.5 of layer 0"):
+        getattr(used, call)(0, torch.tensor([2, page]))
+    used.check()
+
+
 @pytest.mark.parametrize("layer", [-1, 2, True, 0.0, "0", None])
 def test_layers_are_checked_on_the_host(used: PageStore, layer: object) -> None:
     k, v = tokens(1, 3)
@@ -227,8 +263,9 @@ def test_what_kernels_refuse_is_raised_by_check(used: PageStore) -> None:
     assert str(caught.value) == (
         "the kernels refused 1 rows with a slot out of range (-1 skips a row); "
         "2 rows with a slot in a sealed page; 3 page ids out of range; "
-        "2 spans to seal in pages that are not full, or sealed already; "
-        "1 parts of pages whose bytes no writer makes: nothing was done to them"
+        "2 pages to seal that are not full, sealed already or given twice; "
+        "1 parts of pages whose bytes no writer makes: nothing was written there, and what was "
+        "read is zeros"
     )
     used.check()  # counted anew
     assert_holds(used, 0, torch.tensor([70]), k[3:4], v[3:4])
@@ -238,11 +275,23 @@ def test_what_kernels_refuse_is_raised_by_check(used: PageStore) -> None:
 def test_each_refusal_has_words(used: PageStore, refusal: Refusal) -> None:
     used._refused[refusal] = 7
     with pytest.raises(
-        PageStateError, match=r"^the kernels refused 7 [\w ,()-]+: nothing was done"
+        PageStateError, match=r"^the kernels refused 7 [\w ,()-]+: nothing was written there"
     ):
         used.check()
     assert not used._refused.any()
     used.check()
+
+
+def test_destinations_are_raised_for_by_check(used: PageStore) -> None:
+    """Direct launches on a store's pages count in the store."""
+    to = torch.full((1, 1), -1, dtype=torch.int32)
+    ids = torch.tensor([2])
+    assert not launch.encode(used.layer(0), used.state(0), ids, destinations=to).any()
+    with pytest.raises(
+        PageStateError, match="refused 1 pages to seal with a destination outside the pool: noth"
+    ):
+        used.check()
+    assert not used.is_sealed(0, 2).any()
 
 
 def test_layers_count_together(used: PageStore) -> None:
@@ -250,7 +299,7 @@ def test_layers_count_together(used: PageStore) -> None:
     assert used.state(0).refused is used.state(1).refused
     used.seal(1, torch.tensor([0]))
     used.seal(0, torch.tensor([0]))
-    with pytest.raises(PageStateError, match="refused 2 spans to seal"):
+    with pytest.raises(PageStateError, match="refused 2 pages to seal"):
         used.check()
 
 
@@ -263,6 +312,27 @@ def test_the_reference_has_nothing_to_check() -> None:
             call()
     assert not store._refused.any()
     store.check()
+
+
+@pytest.mark.parametrize(
+    "through", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy, copy.copy]
+)
+def test_a_copied_store_is_of_one_piece(used: PageStore, through: Callable) -> None:
+    """Kernels write through the layers' views: into the tensors that the store looks at."""
+    made = through(used)
+    assert made.backend == "kernels"
+    k, v = fill(made, 0, [4], 41)
+    assert made.seal(0, torch.tensor([4, 2, 2])).gt(0).tolist() == [True, True, False]
+    assert made.is_sealed(0, range(PAGES)).tolist() == [True, True, True, False, True, False]
+    assert torch.equal(made.places[0, :, 0, 1], made.layer(0).places[:, 0, 1])
+    assert made.page_bytes(0, 4).item() < SHAPE.layout.raw_span_bytes
+    assert_holds(made, 0, 64 + torch.arange(16), k, v)
+    with pytest.raises(PageStateError, match="refused 1 pages to seal"):
+        made.check()
+    made.clear(0, torch.tensor([0]))
+    assert not made.is_sealed(0, 0).any()
+    shared = made.pool.data_ptr() == used.pool.data_ptr()
+    assert used.is_sealed(0, 4).item() == shared  # only a shallow copy is the same store
 
 
 def test_a_view_of_a_layer_is_made_once(store: PageStore) -> None:

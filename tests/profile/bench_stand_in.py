@@ -41,7 +41,7 @@ class ReferenceLaunch:
         lengths[open_pages] = found.int()
         return lengths
 
-    def decode_pages(self, kv, pages, *, k=None, v=None, refused=None):
+    def decode_pages(self, kv, state, pages, *, k=None, v=None):
         made = reference.decode_pages(kv, pages)
         return tuple(
             got if given is None else given.copy_(got)
@@ -55,8 +55,8 @@ class ReferenceOperators(ReferenceLaunch):
     def encode(self, kv, state, pages, *, destinations=None):
         return super().encode(kv, state, pages, destinations=destinations)
 
-    def decode_pages(self, kv, pages, *, refused=None):
-        return super().decode_pages(kv, pages, refused=refused)
+    def decode_pages(self, kv, state, pages):
+        return super().decode_pages(kv, state, pages)
 
 
 class StandIn:

@@ -90,7 +90,7 @@ def test_a_fresh_pool_is_raw_and_poisoned():
     homes = pool.kv.pool.view(-1, layout.span_stride)
     assert len(homes) == TINY.num_pages + 2
     assert bytes(homes[5, : layout.metadata_bytes].tolist()) == layout.raw_metadata()
-    k, _ = bed.backend.launch.decode_pages(pool.kv, torch.arange(3))
+    k, _ = bed.backend.launch.decode_pages(pool.kv, pool.state, torch.arange(3))
     assert (bits(k) == -1).all()
 
 

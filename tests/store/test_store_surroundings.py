@@ -52,6 +52,37 @@ def test_a_copied_store_is_whole(through: Callable) -> None:
     _round(pickle.loads(made) if isinstance(made, bytes) else made, 4)
 
 
+@pytest.mark.parametrize("through", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy])
+def test_what_a_copied_store_does_shows_in_it(through: Callable) -> None:
+    """Layers' views are views of the copy's tensors; the first store does not notice."""
+    store = PageStore(KVShape(2, 2, 2, 64, heads_per_span=1), 3)
+    k, v = mixed_values((32, 2, 64), 8), mixed_values((32, 2, 64), 9)
+    store.append(1, k, v, torch.arange(32))
+    store.seal(1, [0])
+    made = through(store)
+    for layer in range(2):
+        (kv, state), whole = (made.layer(layer), made.state(layer)), vars(made)
+        for view, name in (
+            (kv.places, "places"),
+            (state.homes, "_raw_places"),
+            (state.written, "_written"),
+            (state.sealed, "_sealed"),
+            (state.claimed, "_claimed"),
+        ):
+            assert view.data_ptr() == whole[name][layer].data_ptr(), name
+        assert kv.pool is made.pool
+        assert state.refused is made._refused
+        assert state.layer == layer
+    sizes = made.seal(1, [1])
+    made.append(1, k[:16], v[:16], torch.arange(32, 48))
+    made.seal(1, [2])
+    assert made.is_sealed(1, range(3)).tolist() == [True] * 3
+    assert torch.equal(made.page_bytes(1, 1), sizes)
+    assert torch.equal(made.layer(1).places, made.places[1])
+    assert same_bits(made.read(1, range(3))[0], torch.cat([k, k[:16]]))
+    assert store.is_sealed(1, range(3)).tolist() == [True, False, False]
+
+
 def test_the_default_device_is_not_asked() -> None:
     store = PageStore(KVShape(1, 2, 2, 64), 2)
     x = mixed_values((16, 2, 64), 5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,8 +45,8 @@ class Backend(Protocol):
     def new_pool(self, shape: KVShape, num_pages: int) -> Pool:
         """Pages of one layer, raw and empty."""
 
-    def compiled(self) -> int | None:
-        """How many kernels have been compiled in this process; None if nothing tells."""
+    def compiled(self) -> int:
+        """How many kernels have been compiled in this process."""
 
 
 class Kernels:
@@ -70,7 +69,8 @@ class Kernels:
         store = PageStore(shape, num_pages, device=self.device)
         return Pool(store.layer(0), store.state(0))
 
-    def compiled(self) -> int | None:
+    def compiled(self) -> int:
         """Number of compile keys that `zf_cute.compile` holds kernels for."""
-        keys = getattr(sys.modules.get("zf_cute.compile"), "compiled_keys", None)
-        return None if keys is None else len(keys())
+        from zf_cute.compile import compiled_keys
+
+        return len(compiled_keys())

@@ -96,7 +96,7 @@ def _append_wrong(bed: Bed, pool: Pool, batches: list[_Rows]) -> str:
 
     shape, device = bed.case.shape, bed.backend.device
     every = torch.arange(bed.case.num_pages, device=device)
-    got = bed.backend.launch.decode_pages(pool.kv, every, k=bed.out[0], v=bed.out[1])
+    got = bed.backend.launch.decode_pages(pool.kv, pool.state, every, k=bed.out[0], v=bed.out[1])
     want = torch.empty(
         bed.case.tokens, shape.num_kv_heads, shape.head_dim, dtype=torch.int16, device=device
     )
@@ -171,7 +171,7 @@ def _encode_work(bed: Bed, variant: str) -> Work:
 def _restore(pool: Pool, *, with_bytes: bool) -> Callable[[], None]:
     """Return what brings a pool back to how it is now."""
     state = pool.state
-    changing = [pool.kv.places, state.written, state.sealed, state.refused]
+    changing = [pool.kv.places, state.written, state.sealed, state.claimed, state.refused]
     if with_bytes:
         changing.append(pool.kv.pool)
     kept = [x.clone() for x in changing]
@@ -211,7 +211,7 @@ def _encode_wrong(bed: Bed, pool: Pool, lengths: Tensor, destinations: Tensor | 
     k, v = bed.out
     k.view(torch.int16).fill_(-1)
     v.view(torch.int16).fill_(-1)
-    return bed.differing(*bed.backend.launch.decode_pages(kv, pages, k=k, v=v))
+    return bed.differing(*bed.backend.launch.decode_pages(kv, pool.state, pages, k=k, v=v))
 
 
 # ---- decode_pages ------------------------------------------------------------------------------
@@ -228,10 +228,10 @@ def _decode_work(bed: Bed, variant: str) -> Work:
         bed.backend.launch.encode(pool.kv, pool.state, bed.pages)
 
     def call(ops: Any) -> None:
-        ops.decode_pages(pool.kv, bed.pages, k=k, v=v, refused=pool.state.refused)
+        ops.decode_pages(pool.kv, pool.state, bed.pages, k=k, v=v)
 
     def operator(ops: Any) -> Any:
-        return ops.decode_pages(pool.kv, bed.pages, refused=pool.state.refused)
+        return ops.decode_pages(pool.kv, pool.state, bed.pages)
 
     def adopt(result: Any) -> None:
         for x, made in zip((k, v), result, strict=True):

@@ -117,7 +117,7 @@ def measure(works: Sequence[Work], plan: Plan) -> list[Measurement]:
             one.failed = True
             one.reject(f"failed while all were timed: {describe(error)}")
     after = plan.backend.compiled()
-    if before is not None and after is not None and after > before:
+    if after > before:
         for one in right:
             one.reject(f"{after - before} kernels were compiled by calls like those before them")
     return found

@@ -2,9 +2,9 @@
 
 Rows come in the order of the slot mapping, and 16 rows that land together in a tile of 16 tokens
 are moved together: token rows to shared memory, fragments from there, 512 bytes a store.  Any other
-row, such as those of a decode step, is written value by value.  Which rows form a tile is seen from
-the slots alone, at any row and not only at multiples of 16, so prompts of any lengths one after
-another run at full speed.
+row, such as those of a decode step, is written two values of K or one of V at a time.  Which rows
+form a tile is seen from the slots alone, at any row and not only at multiples of 16, so prompts of
+any lengths one after another run at full speed.
 
 Slot -1 skips a row.  Refused: a slot out of range, and a slot in a sealed page; the row is left out
 and counted.  Where a slot is given twice, each of its values is one of the two.
@@ -72,7 +72,9 @@ class AppendKernel:
         shape, align = (rows, heads, self.head_dim), 2 * wide
         return (
             make_fake_compact_tensor(Uint8, (cute.sym_int64(),), assumed_align=SPAN_ALIGNMENT),
-            make_fake_compact_tensor(Int32, (pages, spans, 2), stride_order=(2, 1, 0)),
+            make_fake_compact_tensor(
+                Int32, (pages, spans, 2), stride_order=(2, 1, 0), assumed_align=8
+            ),
             make_fake_compact_tensor(Int64, (pages,)),
             make_fake_compact_tensor(Int32, (pages, spans), stride_order=(1, 0)),
             make_fake_compact_tensor(Int32, (len(refusals.Refusal),)),

@@ -17,7 +17,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from zf_cute.kernels.ptx import max_s16x2, max_u16x2, min_u16x2, prmt
-from zf_cute.kernels.rebuild import SPREAD
+from zf_cute.kernels.rebuild import SECOND_OFFSET, SPREAD
+from zf_cute.kernels.rebuild import SECOND_SIGN as SIGNS
 from zf_layouts.block import (
     COMPRESSED_KIND,
     EXCEPTIONS,
@@ -37,7 +38,6 @@ PAIRS = 8
 
 PAIR_BITS = 0x7F007F00  # of two values in a word
 HIGH_PAIRS = 0x7F7F7F7F  # of four high bytes in a word
-SIGNS = 0x80808080  # of four high bytes
 TAKE_LOW = 0x6420  # PRMT: low bytes of four values in two words
 TAKE_HIGH = 0x7531  # PRMT: their high bytes
 EACH_BYTE = 0x01010101
@@ -145,7 +145,9 @@ def pack_codes(high: Any, half_base_x4: Any) -> list[Any]:
         # half_base <= pair, so no byte borrows; what is left is the sign and an offset of 0..7.
         first = high[2 * tile] - half_base_x4
         second = high[2 * tile + 1] - half_base_x4
-        codes.append(first | ((second & Uint32(SIGNS)) >> 1) | ((second & Uint32(0x07070707)) << 3))
+        codes.append(
+            first | ((second & Uint32(SIGNS)) >> 1) | ((second & Uint32(SECOND_OFFSET)) << 3)
+        )
     return codes
 
 

@@ -12,6 +12,7 @@ module needs neither cutlass nor torch.  Such a class has
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -40,8 +41,22 @@ def kernel_class(name: str) -> Any:
 
 
 def build(key: CompileKey) -> Any:
-    """Return the kernel object of a key, ready to be compiled."""
-    return kernel_class(key.kernel)(key)
+    """Return the kernel object of a key, ready to be compiled.
+
+    Raises
+    ------
+    UnsupportedError
+        For a key that is none of its kernel's variants: a head_dim that it has not, or a field that
+        it does not depend on and that would make the same code twice.
+    """
+    kernel = kernel_class(key.kernel)
+    known = kernel.variants(key.arch)
+    if replace(key, line_info=False) not in known:
+        raise UnsupportedError(
+            f"{key} is no variant of {key.kernel}: 'zf-profile compile --kernel {key.kernel}' "
+            f"lists the {len(known)} there are"
+        )
+    return kernel(key)
 
 
 def variants(arch: str = "sm_90a") -> tuple[CompileKey, ...]:

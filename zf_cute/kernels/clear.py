@@ -38,10 +38,15 @@ class ClearKernel:
         pages, spans = cute.sym_int(), cute.sym_int()
         return (
             make_fake_compact_tensor(Uint8, (cute.sym_int64(),), assumed_align=SPAN_ALIGNMENT),
-            make_fake_compact_tensor(Int32, (pages, spans, 2), stride_order=(2, 1, 0)),
-            make_fake_compact_tensor(Int32, (pages, spans, 2), stride_order=(2, 1, 0)),
+            make_fake_compact_tensor(
+                Int32, (pages, spans, 2), stride_order=(2, 1, 0), assumed_align=8
+            ),
+            make_fake_compact_tensor(
+                Int32, (pages, spans, 2), stride_order=(2, 1, 0), assumed_align=8
+            ),
             make_fake_compact_tensor(Int64, (pages,)),
             make_fake_compact_tensor(Int32, (pages, spans), stride_order=(1, 0)),
+            make_fake_compact_tensor(Int32, (pages,)),
             make_fake_compact_tensor(Int32, (len(refusals.Refusal),)),
             make_fake_compact_tensor(Uint8, (cute.sym_int(),), assumed_align=UNIT),
             make_fake_compact_tensor(index_type(self.key.index), (cute.sym_int(),)),
@@ -55,13 +60,14 @@ class ClearKernel:
         homes: cute.Tensor,  # same: places of the pages when raw
         written: cute.Tensor,  # (pages,) i64
         sealed: cute.Tensor,  # (pages, spans) i32
+        claimed: cute.Tensor,  # (pages,) i32: 1 + the item that sealed a page
         refused: cute.Tensor,  # (refusals,) i32
         metadata: cute.Tensor,  # (bytes,) u8: of a raw span
         ids: cute.Tensor,  # (items,) page ids
         stream: Any,
     ) -> None:
         """Launch one warp for every span of every page."""
-        self.kernel(pool, places, homes, written, sealed, refused, metadata, ids).launch(
+        self.kernel(pool, places, homes, written, sealed, claimed, refused, metadata, ids).launch(
             grid=(ids.shape[0] * sealed.shape[1], 1, 1), block=(LANES, 1, 1), stream=stream
         )
 
@@ -73,6 +79,7 @@ class ClearKernel:
         homes: cute.Tensor,
         written: cute.Tensor,
         sealed: cute.Tensor,
+        claimed: cute.Tensor,
         refused: cute.Tensor,
         metadata: cute.Tensor,
         ids: cute.Tensor,
@@ -97,5 +104,6 @@ class ClearKernel:
                 ptx.store_one((sealed.iterator + at).toint(), 0, Int32)
                 if span == 0:
                     ptx.store_one((written.iterator + page).toint(), 0, Int64)
+                    ptx.store_one((claimed.iterator + page).toint(), 0, Int32)
         elif (span == 0) & (lane == 0):
             refusals.count(refused, Int32(refusals.Refusal.PAGE_OUTSIDE), Int32(1))

@@ -30,7 +30,7 @@ from zf_cute.kernels import blocks, ptx, refusals
 from zf_cute.kernels.index import index_type
 from zf_cute.kernels.rebuild import high_bytes, join, patch
 from zf_cute.kernels.tile import TokenTile
-from zf_layouts import HEAD_DIMS, PARTS, ROPES, Part
+from zf_layouts import HEAD_DIMS, PARTS, ROPES
 from zf_layouts.block import (
     COMPRESSED_KIND,
     EXCEPTIONS,
@@ -46,7 +46,8 @@ from zf_layouts.page import SPAN_ALIGNMENT, UNIT
 
 WARPS = 4
 MIN_CTAS = 8
-"""CTAs that an SM must hold: caps registers at 64, so that 32 warps wait for memory at a time."""
+"""CTAs that an SM should hold: caps registers at 64, so that 32 warps wait for memory at a time.
+With head_dim 256 shared memory allows 6."""
 
 GROUP = 2
 """Blocks whose loads are in flight at once in a warp.  Four need more registers: 525 us at 80 of
@@ -86,7 +87,9 @@ class DecodePagesKernel:
         order = (3, 2, 1, 0)
         return (
             make_fake_compact_tensor(Uint8, (cute.sym_int64(),), assumed_align=SPAN_ALIGNMENT),
-            make_fake_compact_tensor(Int32, (cute.sym_int(), spans, 2), stride_order=(2, 1, 0)),
+            make_fake_compact_tensor(
+                Int32, (cute.sym_int(), spans, 2), stride_order=(2, 1, 0), assumed_align=8
+            ),
             make_fake_compact_tensor(Int32, (len(refusals.Refusal),)),
             make_fake_compact_tensor(index_type(self.key.index), (items,)),
             make_fake_compact_tensor(BFloat16, rows, stride_order=order, assumed_align=16),
@@ -331,7 +334,7 @@ class DecodePagesKernel:
                 words[i], words[4 + i] = low[4 * b + i], rest[4 * b + i]
         else:
             ops = ptx.DeviceOps
-            half_base_x4 = blocks.spread(kind & 0x7F)
+            half_base_x4 = blocks.spread(kind & (EXCEPTIONS - 1))
             high = cute.make_rmem_tensor(4, Uint32)
             for t in cutlass.range_constexpr(2):
                 first, second = high_bytes(rest[4 * b + t], half_base_x4, ops)
@@ -348,6 +351,3 @@ class DecodePagesKernel:
                     words[4 * t + i] = four[i]
         for t in cutlass.range_constexpr(2):
             tile.put_fragment(part, pair, t, lane, [words[4 * t + i] for i in range(4)])
-
-
-__all__ = ["DecodePagesKernel", "Part"]

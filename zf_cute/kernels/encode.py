@@ -7,8 +7,8 @@ Encoded blocks never lie further on than they did raw, and a chunk is in registe
 byte is written, so the destination may be the span's own place.
 
 Refused, on the device and without a word to the host but a count: a page id out of range, a page
-that is not full, a span that is sealed already (so an id given twice is sealed once).  Such a span
-stays as it was and its reported length is 0.
+that is not full or sealed already, an id given before, a destination outside the pool.  Such a page
+stays as it was, all spans of it, and their reported lengths are 0.
 
 Limits   BF16 pages of any shape that PageLayout allows; spans start at multiples of 128 bytes.
 Bytes    reads the raw span, writes the sealed one: 1.75 bytes moved for each raw byte on real KV.
@@ -28,14 +28,10 @@ from cutlass.memory import SmemAllocator
 from zf_cute.compile_key import CompileKey
 from zf_cute.kernels import blocks, ptx, refusals
 from zf_cute.kernels.index import index_type
-from zf_layouts.block import EXCEPTIONS, LANES, RAW, RAW_KIND
+from zf_cute.kernels.policy import ENCODE_GROUP as GROUP
+from zf_cute.kernels.policy import ENCODE_MAX_WARPS as MAX_WARPS
+from zf_layouts.block import COMPRESSED_KIND, EXCEPTIONS, LANES, LOW_PLANE, RAW, RAW_KIND
 from zf_layouts.page import SPAN_ALIGNMENT, UNIT
-
-GROUP = 4
-"""Blocks that a warp encodes at a time: 32 registers of values.  Spans hold a multiple of four."""
-
-MAX_WARPS = 16
-"""Warps of a CTA at most; a launch says how many."""
 
 
 class EncodeKernel:
@@ -55,14 +51,18 @@ class EncodeKernel:
         pages, items, spans = cute.sym_int(), cute.sym_int(), cute.sym_int()
         return (
             make_fake_compact_tensor(Uint8, (cute.sym_int64(),), assumed_align=SPAN_ALIGNMENT),
-            make_fake_compact_tensor(Int32, (pages, spans, 2), stride_order=(2, 1, 0)),
+            make_fake_compact_tensor(
+                Int32, (pages, spans, 2), stride_order=(2, 1, 0), assumed_align=8
+            ),
             make_fake_compact_tensor(Int64, (pages,)),
             make_fake_compact_tensor(Int32, (pages, spans), stride_order=(1, 0)),
+            make_fake_compact_tensor(Int32, (pages,)),
             make_fake_compact_tensor(Int32, (len(refusals.Refusal),)),
             make_fake_compact_tensor(index_type(self.key.index), (items,)),
             make_fake_compact_tensor(Int32, (items, spans), stride_order=(1, 0)),
             make_fake_compact_tensor(Int32, (items, spans), stride_order=(1, 0)),
             *(Int32(1) for _ in range(7)),
+            Int64(1),
         )
 
     @cute.jit
@@ -72,6 +72,7 @@ class EncodeKernel:
         places: cute.Tensor,  # (pages, spans, 2) i32
         written: cute.Tensor,  # (pages,) i64: bit t is set once token t is there
         sealed: cute.Tensor,  # (pages, spans) i32
+        claimed: cute.Tensor,  # (pages,) i32: 1 + the item that seals a page
         refused: cute.Tensor,  # (refusals,) i32
         ids: cute.Tensor,  # (items,) page ids
         destinations: cute.Tensor,  # (items, spans) i32: starts in units of 128 bytes
@@ -83,13 +84,15 @@ class EncodeKernel:
         head_metadata: Int32,  # bytes
         max_exceptions: Int32,
         warps: Int32,  # of a CTA, 1 to MAX_WARPS
+        pool_bytes: Int64,  # shapes in kernels have 32 bits
         stream: Any,
     ) -> None:
         """Launch one CTA for every span of every page."""
         items, spans = lengths.shape
         self.kernel(
-            pool, places, written, sealed, refused, ids, destinations, lengths, in_place,
+            pool, places, written, sealed, claimed, refused, ids, destinations, lengths, in_place,
             page_size, heads_per_span, blocks_log2, head_metadata, max_exceptions, warps,
+            pool_bytes,
         ).launch(
             grid=(items * spans, 1, 1),
             block=(warps * LANES, 1, 1),
@@ -104,6 +107,7 @@ class EncodeKernel:
         places: cute.Tensor,
         written: cute.Tensor,
         sealed: cute.Tensor,
+        claimed: cute.Tensor,
         refused: cute.Tensor,
         ids: cute.Tensor,
         destinations: cute.Tensor,
@@ -115,6 +119,7 @@ class EncodeKernel:
         head_metadata: Int32,
         max_exceptions: Int32,
         warps: Int32,
+        pool_bytes: Int64,
     ) -> None:
         """Claim a span, encode it, report its place and length."""
         thread, _, _ = cute.arch.thread_idx()
@@ -122,12 +127,16 @@ class EncodeKernel:
         spans = lengths.shape[1]
         item, span = cta // spans, cta % spans
         smem = SmemAllocator()
-        claimed = smem.allocate_tensor(Int32, cute.make_layout(1))
+        mine = smem.allocate_tensor(Int32, cute.make_layout(1))
         units = smem.allocate_tensor(Int32, cute.make_layout(2 * MAX_WARPS), byte_alignment=16)
         if thread == 0:
-            claimed[0] = self.claim(written, sealed, refused, ids[item], span, page_size)
+            raw_head_bytes = head_metadata + (2 * RAW_KIND.nbytes << blocks_log2)
+            mine[0] = self.claim(
+                written, sealed, claimed, refused, ids[item], item, span, page_size, destinations,
+                spans * (1 - in_place), pool_bytes - heads_per_span * raw_head_bytes,
+            )  # fmt: skip
         cute.arch.sync_threads()
-        if claimed[0] == 0:
+        if mine[0] == 0:
             if thread == 0:
                 lengths[item, span] = 0
         else:
@@ -156,27 +165,50 @@ class EncodeKernel:
         self,
         written: cute.Tensor,
         sealed: cute.Tensor,
+        claimed: cute.Tensor,
         refused: cute.Tensor,
         page_id: Any,
+        item: Int32,
         span: Int32,
         page_size: Int32,
+        destinations: cute.Tensor,
+        n_destinations: Int32,
+        last_start: Int64,
     ) -> Int32:
-        """Mark a span sealed; 0 where it must not be."""
-        claimed = Int32(0)
+        """Take a span of a page for an item, and mark it sealed; 0 where that must not be.
+
+        The first of an item's CTAs takes the page, all spans of it: of two items with one id, one
+        seals the whole page and the other nothing.  What an earlier launch has taken is sealed.
+        """
+        mine = Int32(0)
         refusal = Int32(refusals.Refusal.PAGE_OUTSIDE)
-        counted = span == 0  # an id once, whatever its spans
         if (page_id >= 0) & (page_id < written.shape[0]):
             page = Int32(page_id)
             refusal = Int32(refusals.Refusal.PAGE_NOT_SEALABLE)
-            counted = span >= 0
+            place = sealed.iterator + (Int64(page) * sealed.shape[1] + span)
+            is_sealed = cute.arch.load(place, Int32, sem="relaxed", scope="gpu")
             missing = ~written[page] << (64 - Int64(page_size))
-            if missing == 0:
-                place = sealed.iterator + (Int64(page) * sealed.shape[1] + span)
-                before = cute.arch.atomic_exch(place, Int32(1), sem="relaxed", scope="gpu")
-                claimed = 1 - Int32(before)
-        if (claimed == 0) & counted:
+            if (missing == 0) & (is_sealed == 0):
+                outside = Int32(0)
+                for s in cutlass.range(n_destinations, unroll=1):
+                    start = (Int64(destinations[item, s]) & 0xFFFFFFFF) * SPAN_ALIGNMENT
+                    outside += Int32(start > last_start)
+                if outside != 0:
+                    refusal = Int32(refusals.Refusal.DESTINATION_OUTSIDE)
+                else:
+                    owner = cute.arch.atomic_cas(
+                        claimed.iterator + page,
+                        cmp=Int32(0),
+                        val=item + 1,
+                        sem="relaxed",
+                        scope="gpu",
+                    )
+                    if (owner == 0) | (owner == item + 1):
+                        cute.arch.atomic_exch(place, Int32(1), sem="relaxed", scope="gpu")
+                        mine = Int32(1)
+        if (mine == 0) & (span == 0):  # an item counts once
             refusals.count(refused, refusal, Int32(1))
-        return claimed
+        return mine
 
     @cute.jit
     def encode_span(
@@ -294,11 +326,11 @@ class EncodeKernel:
             high = cute.make_rmem_tensor(4, Uint32)
             for q, word in enumerate(blocks.high_words(words)):
                 high[q] = word
-            half_base = descriptor & 0x7F
+            half_base = descriptor & (EXCEPTIONS - 1)
             if descriptor >= EXCEPTIONS:
                 entries = blocks.split_exceptions(high, half_base, lane)
                 if lane == 0:
-                    ptx.store(at + 768, [entries[i] for i in range(4)])
+                    ptx.store(at + COMPRESSED_KIND.nbytes, [entries[i] for i in range(4)])
             codes = blocks.pack_codes(high, blocks.spread(half_base))
             ptx.store(at + lane * 16, blocks.low_words(words))
-            ptx.store(at + 512 + lane * 8, codes)
+            ptx.store(at + LOW_PLANE + lane * 8, codes)

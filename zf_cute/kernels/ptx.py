@@ -1,7 +1,7 @@
 """Instructions that CuTe DSL has no pure call for, and vector access to memory.
 
-Each wrapper is one PTX instruction, free of side effects where the instruction is, so that the
-compiler may move, merge or drop it.
+Each wrapper is one PTX instruction (or a compare and one), free of side effects where the
+instruction is, so that the compiler may move, merge or drop it.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ class Refusal(enum.IntEnum):
     PAGE_OUTSIDE = 2
     PAGE_NOT_SEALABLE = 3
     SPAN_MALFORMED = 4
+    DESTINATION_OUTSIDE = 5
 
 
 def count(refused: Any, refusal: Any, n: Any) -> None:

@@ -1,7 +1,7 @@
 """Write pages: append rows, encode in place, clear; each looks at all that could be wrong first.
 
 Contents of tensors (slots, page ids, the state of pages) are checked on the host, so these wait for
-the device.  A call that raises has changed nothing.
+the device.  A call that raises one of zf_cute's errors has changed nothing.
 """
 
 from __future__ import annotations
@@ -197,3 +197,4 @@ def clear(kv: LayerPages, state: PageState, pages: Tensor) -> None:
     kv.places[pages] = state.homes[pages]
     state.written[pages] = 0
     state.sealed[pages] = 0
+    state.claimed[pages] = 0
