@@ -17,14 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zf_cute.checks import (
-    INDEX_DTYPES,
-    check_aligned,
-    check_like,
-    check_page_ids,
-    check_rows,
-    check_slot_mapping,
-)
+from zf_cute.arguments import check_page_ids, check_rows, check_slot_mapping
+from zf_cute.checks import INDEX_DTYPES, check_aligned, check_like
 from zf_cute.compile import compiled
 from zf_cute.compile_key import CompileKey
 from zf_cute.errors import ArgumentError, LaunchError, UnsupportedError

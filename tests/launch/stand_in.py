@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zf_cute import reference
-from zf_cute.checks import check_page_ids, check_rows, check_slot_mapping
+from zf_cute.arguments import check_page_ids, check_rows, check_slot_mapping
 from zf_cute.kernels.refusals import Refusal
 from zf_cute.pages import LayerPages, PageState
 from zf_cute.reference import writing

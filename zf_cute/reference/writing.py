@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zf_cute.checks import check_distinct, check_rows, check_slot_mapping
+from zf_cute.arguments import check_rows, check_slot_mapping
+from zf_cute.checks import check_distinct
 from zf_cute.errors import ArgumentError, FormatError, PageStateError
 from zf_cute.pages import LayerPages, PageState
 from zf_cute.reference.pages import decode_pages, encode_pages
