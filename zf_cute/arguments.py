@@ -7,7 +7,17 @@ from torch import Tensor
 
 from zf_cute.checks import INDEX_DTYPES, check_tensor
 from zf_cute.errors import ArgumentError, UnsupportedError
-from zf_cute.pages import LayerPages
+from zf_cute.pages import LayerPages, PageState
+
+
+def check_layer(kv: object, state: object) -> None:
+    """Raise ArgumentError unless `kv` and `state` are a layer's."""
+    if not isinstance(kv, LayerPages):
+        raise ArgumentError(f"kv is a {type(kv).__name__}; LayerPages is wanted: store.layer(i)")
+    if not isinstance(state, PageState):
+        raise ArgumentError(
+            f"state is a {type(state).__name__}; PageState is wanted: store.state(i)"
+        )
 
 
 def check_rows(kv: LayerPages, k: Tensor, v: Tensor) -> tuple[int, int, int]:

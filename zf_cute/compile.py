@@ -18,7 +18,8 @@ import shlex
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -131,15 +132,22 @@ def inspect_kernel(key: CompileKey, *, warm: bool = False) -> KernelReport:
     """
     check_compiler()
     entry = _entry(key) if warm else None
-    with tempfile.TemporaryDirectory(prefix="zf_cute-") as folder:
+    with _folder(key) as folder:
         start = time.perf_counter()
         options = f"--keep-ptx --keep-cubin --dump-dir {shlex.quote(folder)}"
         made = _compile(key, f"{options} --enable-tvm-ffi" if warm else options)
         seconds = time.perf_counter() - start
         ptx, code = made.__ptx__, made.__cubin__
+        if not ptx or not code:
+            raise CompileError(f"{key.name}: its code was not written to {folder}: is there room?")
         if entry is not None and entry.find() is None:
             entry.save(_export(made, key, folder).read_bytes(), seconds)
-    resources = cubin.read(code)
+    try:
+        resources = cubin.read(code)
+    except ValueError as error:
+        raise CompileError(
+            f"{key.name}: {error}; is there room for temporary files in {tempfile.gettempdir()}?"
+        ) from error
     if len(resources) != 1:
         raise CompileError(f"{key.name}: one entry is wanted, the cubin has {list(resources)}")
     (found,) = resources.values()
@@ -193,7 +201,7 @@ def _find(entry: compile_cache.Entry) -> CompiledKernel | None:
 def _make(key: CompileKey, entry: compile_cache.Entry | None) -> CompiledKernel:
     start = time.perf_counter()
     made = _compile(key, "--enable-tvm-ffi")
-    with tempfile.TemporaryDirectory(prefix="zf_cute-") as folder:
+    with _folder(key) as folder:
         path = _export(made, key, folder)
         try:
             kernel = _load(path, key)
@@ -204,6 +212,19 @@ def _make(key: CompileKey, entry: compile_cache.Entry | None) -> CompiledKernel:
         if entry is not None:
             entry.save(path.read_bytes(), seconds)
     return kernel
+
+
+@contextmanager
+def _folder(key: CompileKey) -> Iterator[str]:
+    """Make a folder for temporary files; CompileError where there is no room for one."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="zf_cute-") as folder:
+            yield folder
+    except OSError as error:
+        raise CompileError(
+            f"{key.name}: no temporary files can be written in {tempfile.gettempdir()}: "
+            f"{error.strerror or error}; TMPDIR names another place"
+        ) from error
 
 
 def _export(made: Any, key: CompileKey, folder: str) -> Path:
@@ -309,10 +330,10 @@ def _required(distribution: str) -> Any:
             f"compiling kernels needs {distribution} {wanted}, and import {name} fails "
             f"({type(error).__name__}: {error}): {remedy}"
         ) from error
-    version = re.match(r"\d+(?:\.\d+)*", module.__version__)
+    found = getattr(module, "__version__", None) or "an unknown version"
+    version = re.match(r"\d+(?:\.\d+)*", found)
     if version is None or not lowest <= tuple(map(int, version[0].split("."))) < limit:
         raise UnsupportedError(
-            f"compiling kernels needs {distribution} {wanted}, and {module.__version__} is "
-            f"installed: {remedy}"
+            f"compiling kernels needs {distribution} {wanted}, and {found} is installed: {remedy}"
         )
     return module

@@ -151,10 +151,12 @@ class Entry:
 
     def find(self) -> Path | None:
         """File of the object if it is there, whole, and this key's."""
+        if not (self.sidecar.is_file() and self.binary.is_file()):
+            return None
         try:
             about = json.loads(self.sidecar.read_bytes())
             digest = hashlib.sha256(self.binary.read_bytes()).hexdigest()
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         wanted = self._about(digest)
         if not isinstance(about, dict) or any(about.get(name) != wanted[name] for name in wanted):
@@ -326,7 +328,7 @@ def _remove(root: Path | None, folders: list[Path]) -> list[tuple[Path, int]]:
             with suppress(OSError):
                 path.unlink()
                 removed.append((path, size))
-    for folder in folders:
+    for folder in {path.parent for path, _ in removed}:  # not one that was empty before
         with suppress(OSError):  # something else is in it
             folder.rmdir()
     return removed

@@ -2,9 +2,12 @@
 
 Arguments are checked here, once, by shape, dtype, device and strides.  Contents stay on the device:
 nothing waits for it, and what a kernel finds wrong in slots, page ids or pages it leaves alone and
-counts (`PageState.refused`; `PageStore.check` raises).  Calls can be captured in a CUDA graph, the
-first of a kernel in a process excepted: it compiles the kernel or loads it from disk, and brings it
-to the GPU.  A kernel that CUDA does not start raises LaunchError.
+counts (`PageState.refused`; `PageStore.check` raises).  Writers trust the place table and homes,
+which are a store's or a manager's own; `decode_pages` looks before it reads.
+
+Calls can be captured in a CUDA graph, the first of a kernel in a process excepted: it compiles the
+kernel or loads it from disk, and brings it to the GPU.  A kernel that CUDA does not start raises
+LaunchError.
 
 `PageStore` is built on these; call them directly to encode pages to a place of your own.
 """
@@ -17,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zf_cute.arguments import check_page_ids, check_rows, check_slot_mapping
+from zf_cute.arguments import check_layer, check_page_ids, check_rows, check_slot_mapping
 from zf_cute.checks import INDEX_DTYPES, check_aligned, check_like
 from zf_cute.compile import compiled
 from zf_cute.compile_key import CompileKey
@@ -104,6 +107,7 @@ def append(kv: LayerPages, state: PageState, k: Tensor, v: Tensor, slot_mapping:
     ArgumentError
         If a shape, dtype or device does not fit.
     """
+    check_layer(kv, state)
     tokens, heads, head_dim = check_rows(kv, k, v)
     check_slot_mapping(kv, slot_mapping, tokens)
     layout, device = kv.layout, kv.pool.device
@@ -171,6 +175,7 @@ def encode(
     ----------
     layouts/FORMAT.md, sections 3 to 6.
     """
+    check_layer(kv, state)
     check_page_ids(kv, pages)
     layout, device = kv.layout, kv.pool.device
     kernel = _kernel(device, "encode", pages.dtype)
@@ -239,6 +244,7 @@ def decode_pages(
     ArgumentError
         If a shape, dtype or device does not fit.
     """
+    check_layer(kv, state)
     check_page_ids(kv, pages)
     layout, device = kv.layout, kv.pool.device
     kernel = _kernel(device, "decode_pages", pages.dtype, layout.head_dim, layout.rope)
@@ -289,6 +295,7 @@ def clear(kv: LayerPages, state: PageState, pages: Tensor) -> None:
     ArgumentError
         If a shape, dtype or device does not fit.
     """
+    check_layer(kv, state)
     check_page_ids(kv, pages)
     device = kv.pool.device
     kernel = _kernel(device, "clear", pages.dtype)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zf_cute import launch
+from zf_cute.arguments import check_layer
 from zf_cute.pages import LayerPages, PageState
 from zf_layouts import PageLayout
 
@@ -184,6 +185,7 @@ def _state(state: PageState) -> tuple[Tensor, ...]:
 
 def append(kv: LayerPages, state: PageState, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """`zf_cute.launch.append` as a torch operator."""
+    check_layer(kv, state)
     args = (kv.pool, kv.places, *_state(state), k, v, slot_mapping)
     torch.ops.zf_cute.append(*args, *_layout_args(kv.layout))
 
@@ -192,17 +194,20 @@ def encode(
     kv: LayerPages, state: PageState, pages: Tensor, *, destinations: Tensor | None = None
 ) -> Tensor:
     """`zf_cute.launch.encode` as a torch operator; `lengths` is always new."""
+    check_layer(kv, state)
     args = (kv.pool, kv.places, *_state(state), pages, destinations)
     return torch.ops.zf_cute.encode(*args, *_layout_args(kv.layout))
 
 
 def decode_pages(kv: LayerPages, state: PageState, pages: Tensor) -> tuple[Tensor, Tensor]:
     """`zf_cute.launch.decode_pages` as a torch operator; `k` and `v` are always new."""
+    check_layer(kv, state)
     args = (kv.pool, kv.places, *_state(state), pages)
     return torch.ops.zf_cute.decode_pages(*args, *_layout_args(kv.layout))
 
 
 def clear(kv: LayerPages, state: PageState, pages: Tensor) -> None:
     """`zf_cute.launch.clear` as a torch operator."""
+    check_layer(kv, state)
     args = (kv.pool, kv.places, *_state(state), pages)
     torch.ops.zf_cute.clear(*args, *_layout_args(kv.layout))

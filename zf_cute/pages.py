@@ -49,10 +49,16 @@ class LayerPages:
     def __post_init__(self) -> None:
         """Refuse tensors that cannot be a pool and its places."""
         pool, places = self.pool, self.places
+        if not isinstance(self.layout, PageLayout):
+            raise ArgumentError(
+                f"layout is a {type(self.layout).__name__}; a PageLayout is wanted: shape.layout"
+            )
         check_tensor("pool", pool)
         check_tensor("places", places)
         if pool.dtype != torch.uint8 or pool.dim() != 1 or not pool.is_contiguous():
-            raise ArgumentError("pool must be a contiguous uint8 tensor of one dimension")
+            raise ArgumentError(
+                f"pool must be a contiguous uint8 tensor of one dimension; it is {described(pool)}"
+            )
         if pool.storage_offset() % UNIT:
             raise ArgumentError(f"pool must start at a multiple of {UNIT} bytes of its storage")
         want = (self.layout.spans, 2)
@@ -62,7 +68,7 @@ class LayerPages:
                 f"shape {tuple(places.shape)}"
             )
         if not places.is_contiguous():
-            raise ArgumentError("places must be contiguous")
+            raise ArgumentError(f"places must be contiguous; it is {described(places)}")
         if pool.is_cuda and pool.data_ptr() % SPAN_ALIGNMENT:
             raise ArgumentError(f"pool must start at a multiple of {SPAN_ALIGNMENT} bytes on a GPU")
         if pool.is_cuda and self.layout.raw_span_bytes >= KERNEL_SPAN_LIMIT:

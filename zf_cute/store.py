@@ -294,7 +294,7 @@ class PageStore:
         FormatError
             If a page's metadata has been damaged.  Nothing is written when anything is raised.
             With the kernels, pages on the device that must not be sealed stay as they are, their
-            size here is 0, and `check` raises.
+            size here is 0, and `check` raises; metadata of raw pages is not looked at.
         """
         pages = pages if isinstance(pages, Tensor) else _ints(pages)  # an iterator gives them once
         ids = self._page_ids(layer, pages)

@@ -347,3 +347,26 @@ def test_what_a_dead_writer_left_goes(compiles, cache):
     os.utime(old, (time.time() - 2 * compile_cache.STALE_S,) * 2)
     compiled(CompileKey("toy", head_dim=64))
     assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_a_sidecar_that_is_no_document_is_written_anew(compiles, restart, cache):
+    """Brackets deeper than the parser goes, and a pipe that nobody writes to."""
+    compiled(TOY)
+    (sidecar,) = cache.rglob("*.json")
+    sidecar.write_text("[" * 100_000)
+    restart()
+    compiled(TOY)
+    assert len(compiles) == 2
+    sidecar.unlink()
+    os.mkfifo(sidecar)
+    restart()
+    compiled(TOY)
+    assert len(compiles) == 3
+
+
+def test_an_empty_folder_of_somebody_elses_stays(compiles, cache):
+    foreign = cache / "0123456789abcdef"
+    foreign.mkdir(parents=True)
+    compiled(TOY)
+    clear_cache()
+    assert list(cache.iterdir()) == [foreign]

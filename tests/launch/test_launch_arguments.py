@@ -10,7 +10,7 @@ import torch
 from store.small_store import PAGES, SHAPE, assert_unchanged, poisoned, snapshot, tokens
 from torch import Tensor
 
-from zf_cute import ArgumentError, KVShape, PageStore, UnsupportedError, launch
+from zf_cute import ArgumentError, KVShape, PageStore, UnsupportedError, launch, operators
 
 K, V = tokens(2, 1)
 SLOTS = torch.arange(2)
@@ -195,3 +195,19 @@ def test_shapes_of_the_layer_are_what_counts() -> None:
         ArgumentError, match=r"k has shape \(2, 2, 64\); \[tokens, 6, 128\] is want"
     ):
         launch.append(store.layer(0), store.state(0), K, V, SLOTS)
+
+
+# ---- layers ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("call", ["append", *CALLS])
+def test_what_is_no_layer_is_named(store: PageStore, call: str) -> None:
+    """A store for its layer, pages and state swapped."""
+    kv, state = store.layer(0), store.state(0)
+    rest = (K, V, SLOTS) if call == "append" else (SLOTS,)
+    for module in (launch, operators):
+        function = getattr(module, call)
+        for args, message in (
+            ((store, state), r"kv is a PageStore; LayerPages is wanted: store.layer\(i\)"),
+            ((state, kv), "kv is a PageState"),
+            ((kv, None), r"state is a NoneType; PageState is wanted: store.state\(i\)"),
+        ):
+            refuses(store, lambda f=function, a=args: f(*a, *rest), ArgumentError, message)

@@ -93,7 +93,8 @@ def test_cases_are_of_whole_pages_and_known_shapes():
         ("--samples 0", "'0' must be a number of at least 1"),
         ("--samples many", "'many' must be a number of at least 1"),
         ("--kv reel", "invalid choice 'reel'; did you mean 'real'?"),
-        ("--seed x", "invalid int value: 'x'"),
+        ("--seed x", "'x' is no number from 0 to 2**63 - 1"),
+        ("--seed 99999999999999999999", "is no number from 0 to 2**63 - 1"),
         ("--kernl append", "did you mean '--kernel'?"),
     ],
 )

@@ -306,3 +306,33 @@ def test_interrupt(tmp_path, moment):
     assert time.monotonic() - begin < 6  # all kernels take 8 s on two free cores
     assert {path.suffix for path in keep.iterdir()} <= {".ptx", ".cubin"}
     assert not (tmp_path / "document.json").exists()
+
+
+def test_warm_where_nothing_is_kept_is_the_answer_no(tool, monkeypatch):
+    monkeypatch.setenv("ZF_CUTE_CACHE_DIR", "off")
+    ran = tool("compile", "--kernel", "clear", "--warm")
+    assert ran.code == 1
+    assert "not all kernels are on disk; ZF_CUTE_CACHE_DIR" in ran.err
+
+
+def test_what_cannot_be_removed_is_said(tool, cache, monkeypatch):
+    assert tool("compile", "--kernel", "clear", "--warm").code == 0
+
+    def refuse(path, *args, **kwargs):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(type(cache), "unlink", refuse)
+    ran = tool("compile", "--clear-cache")
+    assert ran.code == 1
+    assert "removed 0 compiled kernels; 2 cannot be removed" in ran.out
+
+
+def test_no_room_for_temporary_files(tool, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(compiler.tempfile, "TemporaryDirectory", full)
+    ran = tool("compile", "--kernel", "clear", "--jobs", "1")
+    assert ran.code == 5
+    assert "no temporary files can be written in" in ran.err
+    assert "No space left on device; TMPDIR names another place" in ran.err

@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seed",
-        type=int,
+        type=_seed,
         default=0,
         metavar="N",
         help="of random values and of the order of pages (default 0)",
@@ -101,6 +101,12 @@ def _names(what: str, known: dict[str, Any]) -> Callable[[str], list[str]]:
         return found
 
     return parse
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >> 63:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 2**63 - 1")
+    return int(text)
 
 
 def _positive(text: str) -> int:

@@ -118,6 +118,9 @@ def run(args: argparse.Namespace) -> int:
     output.write_json(args, "compile", document)
     if any("reason" in record for record in records):
         return Exit.FAILED
+    if args.warm and document["cache"]["entries"] < len(records):
+        console.note(args, "--warm: not all kernels are on disk; ZF_CUTE_CACHE_DIR names the place")
+        return Exit.NO
     return Exit.NO if any(record["spill_bytes"] for record in records) else Exit.DONE
 
 
@@ -148,8 +151,11 @@ def reports(
     from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import get_context
 
-    # Not forked: this process may run torch's threads, and the bar's.
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_start_worker)
+    # Not forked: this process may run torch's threads, and the bar's.  What a worker that Ctrl-C
+    # ends has written goes with the folder.
+    folder = tempfile.TemporaryDirectory(prefix="zf_cute-", ignore_cleanup_errors=True)
+    context = get_context("spawn")
+    pool = ProcessPoolExecutor(jobs, context, initializer=_start_worker, initargs=(folder.name,))
     try:
         with _no_interrupt():
             futures = {pool.submit(_report, key, warm): key for key in keys}
@@ -160,6 +166,7 @@ def reports(
                 yield futures[future], "the process that compiled it, or one beside it, died"
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+        folder.cleanup()
 
 
 @contextlib.contextmanager
@@ -175,7 +182,8 @@ def _no_interrupt() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker() -> None:
+def _start_worker(folder: str) -> None:
+    tempfile.tempdir = folder
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # from here on Ctrl-C ends it, in silence
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.dup2(2, 1)  # stdout is for the results
@@ -254,16 +262,19 @@ def _clear(args: argparse.Namespace) -> int:
     from zf_cute.compile_cache import clear_cache
 
     path, entries, size = clear_cache()
-    what = f"removed {entries} compiled kernels, {size:,} bytes" if entries else "nothing to remove"
-    where = path if path is not None else "the cache is off"
+    what = f"removed {entries} compiled kernels, {size:,} bytes" if size else "nothing to remove"
+    left = cache_record()
+    if left["bytes"]:
+        what = f"removed {entries} compiled kernels; {left['entries']} cannot be removed"
+    where = console.printable(str(path)) if path is not None else "the cache is off"
     console.stdout(args).print(f"{what}: {where}", markup=False, soft_wrap=True)
     document = {
         "arch": args.arch,
         "kernels": [],
-        "cache": {**cache_record(), "removed": {"entries": entries, "bytes": size}},
+        "cache": {**left, "removed": {"entries": entries, "bytes": size}},
     }
     output.write_json(args, "compile", document)
-    return Exit.DONE
+    return Exit.NO if left["bytes"] else Exit.DONE
 
 
 # ---- results -------------------------------------------------------------------------------------
@@ -318,7 +329,7 @@ def _print(args: argparse.Namespace, records: list[dict[str, Any]], seconds: flo
         cache = cache_record()
         out.print(
             f"on disk: {cache['entries']} compiled kernels, {cache['bytes']:,} bytes: "
-            f"{cache['path'] or 'the cache is off'}",
+            f"{console.printable(cache['path'] or 'the cache is off')}",
             markup=False,
             soft_wrap=True,
         )

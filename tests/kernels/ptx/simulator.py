@@ -221,7 +221,8 @@ class Simulator:
                 warps = [w for w in warps if w not in spinning]
                 warp, budget = self._choose(warps, turn)
                 turn += 1
-                ran = warp.run(budget)
+                # A warp whose lanes have only met again runs nothing the first time.
+                ran = warp.run(budget) or warp.run(budget)
                 self.steps_run += ran
                 if warp.spinning:
                     spinning.add(warp)
