@@ -1,9 +1,10 @@
 """Launch the page kernels on torch tensors, on torch's current stream.
 
-Arguments are checked here, once, by shape, dtype, device and strides.  Contents stay on the device:
-nothing waits for it, and what a kernel finds wrong in slots, page ids or pages it leaves alone and
-counts (`PageState.refused`; `PageStore.check` raises).  Writers trust the place table and homes,
-which are a store's or a manager's own; `decode_pages` looks before it reads.
+Arguments are checked once, by shape, dtype, device and strides: on a GPU by the compiled kernel's
+own entry, which takes less host time, and what it refuses is then said in words here.  Contents
+stay on the device: nothing waits for it, and what a kernel finds wrong in slots, page ids or pages
+it leaves alone and counts (`PageState.refused`; `PageStore.check` raises).  Writers trust the place
+table and homes, which are a store's or a manager's own; `decode_pages` looks before it reads.
 
 Calls can be captured in a CUDA graph, the first of a kernel in a process excepted: it compiles the
 kernel or loads it from disk, and brings it to the GPU.  A kernel that CUDA does not start raises
@@ -28,6 +29,7 @@ from zf_cute.errors import ArgumentError, LaunchError, UnsupportedError
 from zf_cute.kernels.policy import append_sharers, encode_warps
 from zf_cute.pages import LayerPages, PageState
 from zf_cute.reference.writing import raw_metadata
+from zf_layouts import PageLayout
 
 
 @cache
@@ -108,28 +110,49 @@ def append(kv: LayerPages, state: PageState, k: Tensor, v: Tensor, slot_mapping:
         If a shape, dtype or device does not fit.
     """
     check_layer(kv, state)
-    tokens, heads, head_dim = check_rows(kv, k, v)
-    check_slot_mapping(kv, slot_mapping, tokens)
-    layout, device = kv.layout, kv.pool.device
+    layout, pool = kv.layout, kv.pool
+    if not (pool.is_cuda and _are_rows(layout, k, v, slot_mapping)):
+        _check_append(kv, k, v, slot_mapping)
+    tokens, heads, head_dim = k.shape
+    device = pool.device
     vectors = _moves_16_bytes(k) and _moves_16_bytes(v)
     kernel = _kernel(device, "append", slot_mapping.dtype, head_dim, layout.rope, vectors)
     if not tokens:
+        _check_append(kv, k, v, slot_mapping)
         return
-    _launch(
-        kernel,
-        kv.pool,
-        kv.places,
-        state.written,
-        state.sealed,
-        state.refused,
-        k,
-        v,
-        slot_mapping,
-        layout.page_size,
-        layout.heads_per_span,
-        layout.head_metadata_bytes,
-        append_sharers(tokens, heads),
-    )
+    try:
+        _launch(
+            kernel,
+            kv.pool,
+            kv.places,
+            state.written,
+            state.sealed,
+            state.refused,
+            k,
+            v,
+            slot_mapping,
+            layout.page_size,
+            layout.heads_per_span,
+            layout.head_metadata_bytes,
+            append_sharers(tokens, heads),
+        )
+    except ArgumentError:
+        _check_append(kv, k, v, slot_mapping)
+        raise
+
+
+def _are_rows(layout: PageLayout, k: object, v: object, slot_mapping: object) -> bool:
+    """Whether these choose a kernel: the rest of the checks is the kernel's."""
+    if not (isinstance(k, Tensor) and isinstance(v, Tensor) and isinstance(slot_mapping, Tensor)):
+        return False
+    if not (k.dim() == v.dim() == 3 and slot_mapping.dtype in INDEX_DTYPES):
+        return False
+    _, heads, head_dim = k.shape
+    return heads == layout.num_kv_heads and head_dim == layout.head_dim
+
+
+def _check_append(kv: LayerPages, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    check_slot_mapping(kv, slot_mapping, check_rows(kv, k, v)[0])
 
 
 def encode(
@@ -176,38 +199,57 @@ def encode(
     layouts/FORMAT.md, sections 3 to 6.
     """
     check_layer(kv, state)
-    check_page_ids(kv, pages)
-    layout, device = kv.layout, kv.pool.device
+    layout, pool = kv.layout, kv.pool
+    if not (pool.is_cuda and _are_ids(pages)):
+        _check_encode(kv, pages, destinations, lengths)
+    device = pool.device
     kernel = _kernel(device, "encode", pages.dtype)
-    shape = (pages.shape[0], layout.spans)
+    items, spans = pages.shape[0], layout.spans
+    if lengths is None:
+        lengths = torch.empty((items, spans), dtype=torch.int32, device=device)
+    if not items:
+        _check_encode(kv, pages, destinations, lengths)
+        return lengths
+    try:
+        _launch(
+            kernel,
+            pool,
+            kv.places,
+            state.written,
+            state.sealed,
+            state.claimed,
+            state.refused,
+            pages.contiguous(),
+            lengths if destinations is None else destinations,
+            lengths,
+            int(destinations is None),
+            layout.page_size,
+            layout.heads_per_span,
+            layout.blocks_per_part.bit_length() - 1,
+            layout.head_metadata_bytes,
+            layout.max_exceptions,
+            encode_warps(layout.heads_per_span * 2 * layout.blocks_per_part, items * spans),
+            pool.numel(),
+        )
+    except ArgumentError:
+        _check_encode(kv, pages, destinations, lengths)
+        raise
+    return lengths
+
+
+def _are_ids(pages: object) -> bool:
+    """Whether these choose a kernel: the rest of the checks is the kernel's."""
+    return isinstance(pages, Tensor) and pages.dim() == 1 and pages.dtype in INDEX_DTYPES
+
+
+def _check_encode(
+    kv: LayerPages, pages: Tensor, destinations: Tensor | None, lengths: Tensor | None
+) -> None:
+    check_page_ids(kv, pages)
+    shape = (pages.shape[0], kv.layout.spans)
     for name, x in (("destinations", destinations), ("lengths", lengths)):
         if x is not None:
-            check_like(name, x, torch.int32, shape, device)
-    if lengths is None:
-        lengths = torch.empty(shape, dtype=torch.int32, device=device)
-    if not shape[0]:
-        return lengths
-    _launch(
-        kernel,
-        kv.pool,
-        kv.places,
-        state.written,
-        state.sealed,
-        state.claimed,
-        state.refused,
-        pages.contiguous(),
-        lengths if destinations is None else destinations,
-        lengths,
-        int(destinations is None),
-        layout.page_size,
-        layout.heads_per_span,
-        layout.blocks_per_part.bit_length() - 1,
-        layout.head_metadata_bytes,
-        layout.max_exceptions,
-        encode_warps(layout.heads_per_span * 2 * layout.blocks_per_part, lengths.numel()),
-        kv.pool.numel(),
-    )
-    return lengths
+            check_like(name, x, torch.int32, shape, kv.pool.device)
 
 
 def decode_pages(
@@ -245,17 +287,25 @@ def decode_pages(
         If a shape, dtype or device does not fit.
     """
     check_layer(kv, state)
-    check_page_ids(kv, pages)
-    layout, device = kv.layout, kv.pool.device
+    layout, pool = kv.layout, kv.pool
+    if not (pool.is_cuda and _are_ids(pages)):
+        check_page_ids(kv, pages)
+    device = pool.device
     kernel = _kernel(device, "decode_pages", pages.dtype, layout.head_dim, layout.rope)
     shape = (pages.shape[0], layout.page_size, layout.num_kv_heads, layout.head_dim)
-    k, v = _output("k", k, shape, device), _output("v", v, shape, device)
-    if k.data_ptr() == v.data_ptr() and pages.shape[0]:
-        raise ArgumentError("k and v are the same memory")
-    if pages.shape[0]:
+    if k is None:
+        k = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    if v is None:
+        v = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    tensors = isinstance(k, Tensor) and isinstance(v, Tensor)
+    if not (pool.is_cuda and tensors and k.data_ptr() != v.data_ptr() and shape[0]):
+        _check_decode(kv, pages, shape, k, v)
+    if not shape[0]:
+        return k, v
+    try:
         _launch(
             kernel,
-            kv.pool,
+            pool,
             kv.places,
             state.refused,
             pages.contiguous(),
@@ -265,17 +315,23 @@ def decode_pages(
             layout.blocks_per_part.bit_length() - 1,
             layout.head_metadata_bytes,
             layout.max_exceptions,
-            kv.pool.numel(),
+            pool.numel(),
         )
+    except ArgumentError:
+        _check_decode(kv, pages, shape, k, v)
+        raise
     return k, v
 
 
-def _output(name: str, x: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    if x is None:
-        return torch.empty(shape, dtype=torch.bfloat16, device=device)
-    check_like(name, x, torch.bfloat16, shape, device)
-    check_aligned(name, x, 16)
-    return x
+def _check_decode(
+    kv: LayerPages, pages: Tensor, shape: tuple[int, ...], k: Tensor, v: Tensor
+) -> None:
+    check_page_ids(kv, pages)
+    for name, x in (("k", k), ("v", v)):
+        check_like(name, x, torch.bfloat16, shape, kv.pool.device)
+        check_aligned(name, x, 16)
+    if shape[0] and k.data_ptr() == v.data_ptr():
+        raise ArgumentError("k and v are the same memory")
 
 
 def clear(kv: LayerPages, state: PageState, pages: Tensor) -> None:
