@@ -167,3 +167,11 @@ def test_on_a_gpu(compiles, restart):
         wanted = [127 - i + 64 + 5 for i in range(128)] + [0] * 384
         assert y.view(torch.int32).tolist() == wanted
     assert len(compiles) == 1
+
+
+def test_the_entry_turns_to_the_tensors_device_and_back():
+    """What `zf_cute.launch` relies on where another GPU is current; tests/gpu sees it with two."""
+    code = str(compiler._compile(CompileKey("clear"), "--enable-tvm-ffi").ir_module)
+    entry = code[code.index("llvm.call @_cudaSetDevice") - 1000 :]
+    calls = re.findall(r"llvm\.call @(_cuda[GS]etDevice|cutlass___call__)", entry)
+    assert calls == ["_cudaGetDevice", "_cudaSetDevice", "cutlass___call__", "_cudaSetDevice"]
