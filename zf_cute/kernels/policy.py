@@ -14,8 +14,8 @@ FEW_SPANS = 264
 """Spans to encode up to which it matters more how soon one is done: two an SM of an H200."""
 
 FEW_WINDOWS = 512
-"""Windows of 16 rows to append, times heads, up to which each of their rows gets a warp: with one
-warp a window, 64 rows took four waits for memory in turn where they now take one."""
+"""Windows of 16 rows to append, times heads, up to which each row gets a warp of its own: rows of a
+decode step then wait for memory side by side and not in turn."""
 
 
 def encode_warps(blocks: int, spans: int) -> int:
